@@ -163,12 +163,17 @@ def _replica_advice(
             f"Advice: one replica over all {best.chips} live chips, {state} on each: no tile fits "
             f"that wastes at most {MAX_WASTE:.0%} of them."
         )
-    return (
+    advice = (
         f"Advice: replicas of {best.tile}, {state} on each chip. Of the tiles that fit, they waste "
         f"the fewest live chips, {best.wasted}, and with that few have the fastest collectives, "
-        f"{format_time(best.seconds)} a step. One replica over all live chips takes "
-        f"{format_time(options[-1].seconds)}, but pads weights to {options[-1].chips} shards, "
-        "gathers each layer from all of them, and seldom continues in place after a loss."
+        f"{format_time(best.seconds)} a step."
+    )
+    if options[-1].tile != EVERY_CHIP:
+        return f"{advice} No ring clear of failures joins all live chips to one replica."
+    return (
+        f"{advice} One replica over all live chips takes {format_time(options[-1].seconds)}, but "
+        f"pads weights to {options[-1].chips} shards, gathers each layer from all of them, and "
+        "seldom continues in place after a loss."
     )
 
 

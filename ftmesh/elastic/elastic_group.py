@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -44,6 +45,9 @@ LEAVE_TIMEOUT = 3600.0  # for all workers to be done
 DISCONNECT_TIMEOUT = 5.0  # for JAX to disconnect from its service
 PART_BYTES = MAX_DATA_BYTES // 4  # of a value in the store: other messages pass in between
 _IN_PARTS = b"\0parts "  # and how many; no other value begins so
+_STATUS = re.compile(
+    "(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
+)
 RESTART_GRACE_SECONDS = 1.5  # for the callbacks of `before_exit` when all are restarted
 
 
@@ -163,7 +167,7 @@ def recover(group: ElasticGroup, error: BaseException) -> ElasticGroup:
     controller = group.controller
     if controller is None:
         raise error
-    if _is_caused_by(error, GenerationChanged):
+    if _is_caused_by(error, lambda error: isinstance(error, GenerationChanged)):
         pass
     elif isinstance(error, PlanError) and group.is_in_place:
         controller.request_restart(f"no plan for the chips that are left: {error}")
@@ -171,7 +175,7 @@ def recover(group: ElasticGroup, error: BaseException) -> ElasticGroup:
         controller.request_end(str(error))
     elif isinstance(error, (ClusterError, CheckpointError)) and group.generation > 1:
         controller.request_restart(str(error))
-    elif _is_caused_by(error, jax.errors.JaxRuntimeError):
+    elif _is_caused_by(error, _is_of_the_runtime):
         with contextlib.suppress(GenerationChanged):
             controller.report_failure(error)
     else:
@@ -179,10 +183,19 @@ def recover(group: ElasticGroup, error: BaseException) -> ElasticGroup:
     return group.in_next_generation()
 
 
-def _is_caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
-    while error is not None and not isinstance(error, kind):
+def _is_caused_by(error: BaseException | None, is_cause: Callable[[BaseException], bool]) -> bool:
+    while error is not None and not is_cause(error):
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return error is not None
+
+
+def _is_of_the_runtime(error: BaseException) -> bool:
+    """Whether a computation failed; jaxlib raises ValueError for small ones, which it runs at once.
+
+    Such an error begins with the name of its status, as "UNKNOWN: Gloo all-reduce failed".
+    """
+    is_value_error = isinstance(error, ValueError) and _STATUS.match(str(error))
+    return isinstance(error, jax.errors.JaxRuntimeError) or bool(is_value_error)
 
 
 class ControllerKvClient(KvClient):

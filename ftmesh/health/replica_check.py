@@ -57,6 +57,12 @@ def check_replicas(
     digests = _program(_common_mesh(arrays))(arrays)
     coords, per_chip = topology.physical.coords, topology.physical.devices_per_chip
     index_of = {device: index for index, device in enumerate(topology.physical.devices)}
+    mesh = {*_common_mesh(arrays).devices.flat}
+    if missing := [device for device in topology.devices if device not in mesh]:
+        raise ArgumentError(
+            f"the arrays are not on {len(missing)} of the {len(topology.devices)} live devices of "
+            f"{topology}, such as {missing[0]}: pass the topology of their mesh"
+        )
     local = {
         index_of[shard.device]: int(np.asarray(shard.data)[0])
         for shard in digests.addressable_shards
@@ -123,6 +129,9 @@ def _as_words(array: Any) -> Any:
         array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
+    if jax.dtypes.itemsize_bits(array.dtype) < 8:  # which as many bits of a wider type hold
+        is_integer = jnp.issubdtype(array.dtype, jnp.integer)
+        array = array.astype(jnp.int8 if is_integer else jnp.float32)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag])
     uint = _UINTS[min(array.dtype.itemsize, 4)]

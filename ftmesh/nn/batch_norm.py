@@ -179,14 +179,14 @@ def _group_statistics(
     x: jax.Array, weights: jax.Array | None, groups: ChipGroups | None, axis_name: AxisName | None
 ) -> tuple[jax.Array, jax.Array]:
     """Mean and variance over all dimensions but the last, of the examples of a rank's group."""
-    if weights is None:
-        weights = jnp.ones(len(x), x.dtype)
+    weights = jnp.ones(len(x), x.dtype) if weights is None else jnp.asarray(weights)
     if jnp.shape(weights) != x.shape[:1]:
         raise ArgumentError(
             f"weights of shape {jnp.shape(weights)} for {len(x)} examples: give one for each"
         )
     columns = weights.astype(x.dtype).reshape(-1, *(1 for _ in x.shape[1:]))
     axes = tuple(range(x.ndim - 1))
+    x = jnp.where(columns > 0, x, 0)  # padding may be infinite, or no number
     count = jnp.sum(weights, dtype=x.dtype, keepdims=True) * math.prod(x.shape[1:-1])
     sums = jnp.concatenate([jnp.sum(x * columns, axes), jnp.sum(x * x * columns, axes), count])
     if groups is not None:

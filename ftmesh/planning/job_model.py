@@ -229,7 +229,7 @@ def replica_options(
                 wasted = TiledTopology.from_topology(topology, sides).num_wasted
                 seconds = _gather_seconds(_box(topology, sides), weights, network)
                 by_size.setdefault(math.prod(sides), []).append((wasted, seconds, sides))
-    options = []
+    options, live = [], topology.num_live
     for chips, tiles in sorted(by_size.items()):
         for wasted, seconds, sides in sorted(tiles, key=lambda tile: (*tile[:2], sum(tile[2]))):
             tiled = TiledTopology.from_topology(topology, sides) if chips > 1 else topology
@@ -250,30 +250,33 @@ def replica_options(
                 )
             )
             break
-    seconds, live = _gather_seconds(topology, weights, network), topology.num_live
-    state = _state(weights, live)
-    return [*options, ReplicaOption(EVERY_CHIP, live, 1, 0, state, seconds, 0.0, "")]
+    if len(topology.components()) == 1 and not native_obstacle(ring_order(topology)):
+        state, seconds = _state(weights, live), _gather_seconds(topology, weights, network)
+        options.append(ReplicaOption(EVERY_CHIP, live, 1, 0, state, seconds, 0.0, ""))
+    return options
 
 
 def best_replicas(options: Sequence[ReplicaOption], memory_bytes: int) -> ReplicaOption:
     """Return the tiles that fit and waste fewest chips; of several, the fastest collectives.
 
-    If they would waste more than `MAX_WASTE` of the live chips: all of these as one replica.
+    If they waste more than `MAX_WASTE` of the live chips: one replica of all of these, if it fits.
 
     Raises:
         PlanError: Nothing fits.
     """
-    whole = options[-1]
-    if not whole.fits(memory_bytes):
+    fitting = [one for one in options if one.fits(memory_bytes)]
+    if not fitting:
+        most = options[-1]
+        chips = f"{'all ' if most.tile == EVERY_CHIP else ''}{most.chips} live chips"
         raise PlanError(
-            f"nothing fits: over all {whole.chips} live chips the state takes "
-            f"{format_bytes(whole.state_bytes)} of each, and --memory is "
-            f"{format_bytes(memory_bytes)}: take more chips, fewer weights, or an optimizer with "
-            "less state"
+            f"nothing fits: over {chips} the state takes {format_bytes(most.state_bytes)} of each, "
+            f"and --memory is {format_bytes(memory_bytes)}: take more chips, fewer weights, or an "
+            "optimizer with less state"
         )
-    most = MAX_WASTE * whole.chips
-    good = [one for one in options[:-1] if one.fits(memory_bytes) and one.wasted <= most]
-    return min(good, key=lambda option: (option.wasted, option.seconds), default=whole)
+    live = options[0].chips * options[0].replicas + options[0].wasted
+    wastes_little = [one for one in fitting if one.wasted <= MAX_WASTE * live]
+    tiles = [one for one in wastes_little if one.tile != EVERY_CHIP]
+    return min(tiles or wastes_little or fitting, key=lambda one: (one.wasted, one.seconds))
 
 
 def _divisors(size: int) -> list[int]:
@@ -373,9 +376,8 @@ def optimizer_costs(
     True
     """
     if optimizer not in MEMORY_TRAFFIC:
-        raise ArgumentError(
-            f"optimizer must be one of {', '.join(MEMORY_TRAFFIC)}, not {optimizer!r}"
-        )
+        names = ", ".join(MEMORY_TRAFFIC)
+        raise ArgumentError(f"optimizer must be one of {names}, not {optimizer!r}")
     update = MEMORY_TRAFFIC[optimizer] * payload_bytes / known_memory_bandwidth(network)
     split, reduced = (
         select_algorithm(
@@ -392,7 +394,7 @@ def known_memory_bandwidth(network: Network) -> float:
     """The memory bandwidth of a chip of `network`; raises ArgumentError if it is not known."""
     if network.memory_bandwidth is None:
         raise ArgumentError(
-            "the time of an update depends on the memory bandwidth of the chip, which is not known "
-            "here: name a TPU generation such as 'v5e'"
+            "an update takes as long as a chip's memory needs, whose bandwidth is unknown: name a "
+            "TPU generation such as 'v5e'"
         )
     return network.memory_bandwidth

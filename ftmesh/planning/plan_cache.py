@@ -155,7 +155,8 @@ def cache_folder() -> Path | None:
 
 def _key(topology: Topology, network: Network, options: tuple[object, ...]) -> str:
     damage = sorted(topology.failed), sorted(topology.failed_links)
-    mesh = str(topology), topology.shape, topology.wrap, damage, topology.devices_per_chip
+    cores = topology.devices_per_chip, topology.physical.devices_per_chip  # of tiles, of chips
+    mesh = str(topology), topology.shape, topology.wrap, damage, cores
     facts = _source_digest(), mesh, network, options
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 

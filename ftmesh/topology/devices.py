@@ -198,6 +198,12 @@ def _one_per_chip(shape: Coord, coords: list[Coord], devices: Sequence[Any]) -> 
 def _layout_by_coords(devices: Sequence[Any], shape: Coord | None) -> DeviceLayout:
     if len({len(device.coords) for device in devices}) > 1:
         raise TopologyError("devices have coords of different lengths: pass those of one slice")
+    slices = sorted({int(getattr(device, "slice_index", None) or 0) for device in devices})
+    if len(slices) > 1:
+        raise TopologyError(
+            f"the devices are of {len(slices)} slices ({', '.join(map(str, slices))}), which no "
+            "links of chips join: make a topology of the devices of each slice_index"
+        )
     cores_at: dict[Coord, dict[int, Any]] = {}
     for device in devices:
         device_coord = tuple(int(n) for n in device.coords)

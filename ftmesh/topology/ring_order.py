@@ -156,6 +156,8 @@ def _around_boxes(topology: Topology) -> list[Coord]:
     Outside of the boxes a circuit is constructed, and each box's own ring is joined to it where
     the two run side by side.
     """
+    # Of tiles, the grid alone: parts of it may have no tile that is live.
+    topology = Topology(topology.shape, topology.wrap, topology.failed, topology.failed_links)
     boxes = _boxes_around_damage(topology)
     inside = [[coord for coord in box.coords() if topology.is_live(coord)] for box in boxes]
     everything = {coord for box in boxes for coord in box.coords()}

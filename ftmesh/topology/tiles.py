@@ -89,6 +89,13 @@ chips 1x1@4,2
     def without_devices(self) -> TiledTopology:
         return TiledTopology.from_topology(self.chips.without_devices(), self.tile)
 
+    def with_failed(self, chips: Iterable[Coord]) -> TiledTopology:
+        """Return the same tiles, of which these have failed as well, with all their chips."""
+        return TiledTopology.from_topology(self.chips.with_failed(self.chips_of(chips)), self.tile)
+
+    def coord_of(self, device: Any) -> Coord:
+        return self.coords[self.devices.index(device) // self.num_positions]
+
     # Positions ------------------------------------------------------------------------------
 
     @property

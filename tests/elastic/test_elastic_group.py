@@ -5,6 +5,7 @@ import os
 import pytest
 
 from ftmesh import distributed, elastic
+from ftmesh.elastic import elastic_group
 from ftmesh.elastic.controller_client import ControllerClient
 from ftmesh.elastic.elastic_group import ControllerKvClient
 from ftmesh.elastic.rpc import MAX_DATA_BYTES
@@ -34,6 +35,16 @@ def test_plain_initialize_under_a_controller_is_an_error(monkeypatch):
     monkeypatch.setenv("FTMESH_STEWARD", "127.0.0.1:2000")
     with pytest.raises(ClusterError, match=r"call ftmesh\.elastic\.initialize\(\)"):
         distributed.initialize("127.0.0.1:2001", 2, 1)
+
+
+def test_failed_collectives_of_any_size():
+    """jaxlib runs small computations at once, and raises ValueError where a peer is lost."""
+    lost = "UNKNOWN: Gloo all-reduce failed: Connection reset by peer"
+    error = RuntimeError("step 3")
+    error.__cause__ = ValueError(lost)
+    assert elastic_group._is_caused_by(error, elastic_group._is_of_the_runtime)
+    for own in (ValueError("shapes differ"), TypeError(lost), ValueError("label UNKNOWN: 3")):
+        assert not elastic_group._is_caused_by(own, elastic_group._is_of_the_runtime)
 
 
 def test_a_plan_that_is_longer_than_a_message():

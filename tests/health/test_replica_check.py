@@ -49,6 +49,20 @@ def test_one_bit_of_one_copy(mesh):
     assert check_replicas(tree(mesh, wrong), mesh) == ((0, 1),)
 
 
+def test_a_topology_of_other_devices_raises(mesh):
+    whole = cpu_grid("4x2")
+    with pytest.raises(ArgumentError, match="not on 1 of the 8 live devices of 4x2"):
+        check_replicas(tree(mesh), whole)
+
+
+def test_elements_of_few_bits(mesh):
+    def tree(wrong):
+        return copies(mesh, lambda chip: np.full(6, 3 - (chip == wrong), ml_dtypes.int4))
+
+    assert check_replicas(tree(None), mesh) == ()
+    assert check_replicas(tree(2), mesh) == (mesh.coords[2],)
+
+
 def test_several_and_a_tie(mesh):
     assert check_replicas(tree(mesh, lambda chip, x: x + (chip in (1, 6))), mesh) == (
         (2, 0),

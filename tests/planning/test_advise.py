@@ -257,6 +257,15 @@ def test_best_replicas(memory, tile):
     assert best_replicas(options, memory).tile == tile
 
 
+def test_no_replica_over_chips_that_no_ring_joins():
+    for shape, failed in (("4x4", "1x4@1,0"), ("2x2", "1x1@1,1")):
+        options = replica_options(Topology.grid(shape, failed=failed), 10**9)
+        assert "all" not in {one.tile for one in options}
+    assert best_replicas(options, 10**10).tile == "1x1"
+    with pytest.raises(PlanError, match="nothing fits: over 2 live chips the state takes 2 GB"):
+        best_replicas(options, 10**9)
+
+
 def test_replicas_where_nothing_fits():
     options = replica_options(DAMAGED, 4 * 10**9, FAST)
     with pytest.raises(PlanError, match="over all 60 live chips the state takes 267 MB of each"):

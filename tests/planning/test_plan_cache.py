@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ftmesh
-from ftmesh import Topology
+from ftmesh import TiledTopology, Topology
 from ftmesh.algorithms import registry
 from ftmesh.cost.links import DEFAULT
 from ftmesh.planning import plan_cache, selection
@@ -45,6 +45,15 @@ def test_other_arguments_are_other_files(calls, tmp_path):
     load_or_plan(calls, topology=Topology.grid("4x4", failed="1x1@2,2"))
     load_or_plan(calls, topology=Topology.grid("4x4", failed="1x1@1,1", failed_links="2,2-3,2"))
     assert len(calls) == len(list(tmp_path.iterdir())) == 5
+
+
+def test_tiles_of_chips_with_two_cores_are_another_mesh():
+    one, two = (replace(Topology.grid("8x8"), devices_per_chip=cores) for cores in (1, 2))
+    keys = {
+        plan_cache._key(TiledTopology.from_topology(chips, "2x1"), DEFAULT, ())
+        for chips in (one, two)
+    }
+    assert len(keys) == 2
 
 
 def test_other_source_code_is_another_file(calls, monkeypatch):

@@ -20,6 +20,7 @@ class FakeTpu:
 
     coords: tuple[int, int, int]
     core_on_chip: int = 0
+    slice_index: int = 0
 
 
 @dataclass(frozen=True)
@@ -299,3 +300,10 @@ def test_real_tpu_topologies():
         "v6e:16x16": ["TPU v6 lite", "16x16", 1, 256, 256],
         "v4:4x4x4": ["TPU v4", "4x4x4", 2, 128, 64],
     }
+
+
+@pytest.mark.parametrize("y", [0, 2], ids=["same coords", "side by side"])
+def test_devices_of_two_slices_raise(y):
+    devices = [FakeTpu((x, b + n * y, 0), 0, n) for n in (0, 1) for b in (0, 1) for x in range(4)]
+    with pytest.raises(TopologyError, match=r"devices are of 2 slices \(0, 1\)"):
+        Topology.from_devices(devices)

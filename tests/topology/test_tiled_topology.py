@@ -69,6 +69,19 @@ def test_meshes_that_cannot_be_tiled():
         tiled("4x4", "2x2", failed="1x1@1,1").rank((0, 0))
 
 
+def test_more_tiles_fail():
+    devices = [FakeTpu((x, y, 0), core) for y in range(4) for x in range(4) for core in range(2)]
+    tiles = TiledTopology.from_topology(Topology.from_devices(devices), "2x2")
+    left = tiles.with_failed([(0, 0)])
+    assert (left.num_live, len(left.devices)) == (3, 24)
+    assert str(left) == "4x4 less 2x2@0,0 in 2x2 tiles of 2x2"
+    for tile in left.coords:
+        chips = set(left.chips_of([tile]))
+        members = [d for d in left.devices if left.coord_of(d) == tile]
+        assert {d.coords[:2] for d in members} == chips
+        assert len(members) == 8
+
+
 def test_equal_by_content():
     tiles, same = (tiled("8x8", "2x2", failed="1x1@0,0") for _ in range(2))
     assert tiles == same
