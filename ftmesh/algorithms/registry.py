@@ -103,7 +103,10 @@ def check_connected(topology: Topology) -> None:
     """Raise PlanError if no algorithm can work: too large, a single chip, or disconnected."""
     check_size(topology)
     if topology.num_live < 2:
-        raise PlanError(f"{topology} has a single live {topology.noun}: there is nothing to sum")
+        raise PlanError(
+            f"{topology} has a single live {topology.noun}: there is nothing to sum; "
+            "for its mesh, use ftmesh.jax_mesh, which needs no plan"
+        )
     parts = topology.components()
     if len(parts) > 1:
         sizes = ", ".join(f"{len(part)} {topology.noun}s around {part[0]}" for part in parts)

@@ -101,7 +101,7 @@ def _load_schedules(args: argparse.Namespace) -> dict[str, Schedule]:
     if args.compare is None:
         return {}
     first, second = args.compare
-    if first == second or args.algorithms is not None:
+    if os.path.realpath(first) == os.path.realpath(second) or args.algorithms is not None:
         raise ArgumentError("--compare takes two different files, and no --algorithms")
     schedules = {path: load(path, verify=False) for path in (first, second)}  # a plan proves them
     mesh = schedules[first].topology

@@ -183,7 +183,7 @@ class MeshContext:
                 f"the mesh given, {mesh.shape}, is not that of jax.set_mesh, {current.shape}: "
                 "leave out one of them"
             )
-        known = [current, *(jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args))]
+        known = [current, *map(_mesh_of, jax.tree.leaves(args))]
         mesh = mesh or next((mesh for mesh in known if axis_name in mesh.axis_names), None)
         if mesh is None and plan.topology.num_positions > 1:
             raise ArgumentError(
@@ -292,6 +292,13 @@ class MeshContext:
         specs = jax.tree.map(lambda spec: restrict_spec(spec, axes), types, is_leaf=is_spec)
         explicit = jax.sharding.explicit_axes(run, axes=axes, in_sharding=specs)
         return cast(Callable[..., Any], explicit)
+
+
+def _mesh_of(leaf: Any) -> Any:
+    """The mesh of an array, with its devices unless the array is traced."""
+    is_placed = isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    is_traced = isinstance(leaf, jax.core.Tracer)
+    return leaf.sharding.mesh if is_placed and not is_traced else jax.typeof(leaf).sharding.mesh
 
 
 def _with_devices(mesh: Any, plan: PlanLike, axis_name: AxisName) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from numbers import Real
 
 from ftmesh.cost.device_model import DeviceModel
 from ftmesh.errors import ArgumentError
@@ -259,6 +260,10 @@ def parse_network(
         base = link
     elif isinstance(link, str) and link in NETWORKS:
         base = NETWORKS[link]
+    elif not isinstance(link, (str, Real)):
+        raise ArgumentError(
+            f"a link is a rate such as '50GB/s', a TPU generation or a Network, not {link!r:.60}"
+        )
     else:
         rate = parse_rate(link) if isinstance(link, str) else float(link)
         base = replace(DEFAULT, bandwidth=rate, source="as given")

@@ -357,15 +357,27 @@ class HostLayout:
         else:
             block = parse_shape(host_shape)
             block += (1,) * (len(shape) - len(block))
-        grid = [size // part for size, part in zip(shape, block, strict=False)]
-        fits = len(block) == len(shape) and not any(
-            s % p for s, p in zip(shape, block, strict=True)
-        )
-        if not fits or math.prod(grid) != hosts or math.prod(block) != devices_per_host:
+        if math.prod(shape) != hosts * devices_per_host:
             raise ArgumentError(
-                f"{hosts} hosts of {format_shape(block)}, each with {devices_per_host} devices, do "
-                f"not fill mesh {mesh}: give another --host-shape, such as 2x2"
+                f"{hosts} hosts of {devices_per_host} devices each do not fill mesh {mesh}, which "
+                f"has {math.prod(shape)} chips"
             )
+        if math.prod(block) != devices_per_host:
+            if host_shape is None:
+                raise ArgumentError(
+                    f"{devices_per_host} devices of a host do not fill whole rows of mesh {mesh}: "
+                    f"give a --host-shape of {devices_per_host} chips"
+                )
+            raise ArgumentError(
+                f"each host has {devices_per_host} devices, and --host-shape "
+                f"{format_shape(block)} is a block of {math.prod(block)}"
+            )
+        if len(block) != len(shape) or any(s % p for s, p in zip(shape, block, strict=True)):
+            raise ArgumentError(
+                f"mesh {mesh} cannot be cut into blocks of {format_shape(block)}: give a "
+                f"--host-shape of {devices_per_host} chips whose sides divide those of the mesh"
+            )
+        grid = [size // part for size, part in zip(shape, block, strict=True)]
         blocks = []
         for index in range(hosts):
             corner = []

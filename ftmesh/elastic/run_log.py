@@ -92,9 +92,10 @@ def describe_event(event: str, facts: dict[str, Any]) -> str:
     if event == "epoch" and facts["epoch"] > 1:
         how = "in place" if facts["in_place"] else "in new processes"
         without = f" without {facts['failed']}" if facts["failed"] else ""
-        repeated = facts["repeated"]
+        repeated, live = facts["repeated"], facts["live"]
         return (
-            f"generation {facts['epoch']}: continues {how} with {facts['live']} chips{without}, "
+            f"generation {facts['epoch']}: continues {how} with {live} chip{'s' * (live != 1)}"
+            f"{without}, "
             f"from step {facts['from_step']} by {_SOURCES[facts['source']]}; {repeated or 'no'} "
             f"step{'s' * (repeated != 1)} to repeat"
         )

@@ -261,15 +261,14 @@ class MeshPlacement:
     ) -> Callable[..., Any]:
         """Return `function`, written for one rank, as a function of global arrays.
 
-        It is compiled once per function name, tree and types of `params`.
+        It is compiled once per function name, mesh, tree and types of `params`.
         """
         leaves, tree = jax.tree.flatten(params)
         types = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
         specs, spec_tree = jax.tree.flatten(in_specs, is_leaf=is_spec)
-        current = jax.sharding.get_abstract_mesh()
-        key = (function.__name__, tree, types, tuple(specs), spec_tree, current)
+        current, context = jax.sharding.get_abstract_mesh(), self._context(params)
+        key = (function.__name__, tree, types, (*specs,), spec_tree, current, context.mesh)
         if key not in self._compiled:
-            context = self._context(params)
             context.weight_specs(params, self.specs)  # raises if the layout is unknown
             mapped = jax.shard_map(
                 function,
@@ -294,8 +293,8 @@ class MeshPlacement:
         self._check_idle(params)
         leaves, num_ranks = jax.tree.leaves(params), self.plan.program.num_ranks
         layouts = []
-        types = zip(leaves, self._local_types(params), self._flat_specs(params), strict=True)
-        for leaf, type_, spec in types:
+        types, specs = self._local_types(params), self._flat_specs(params)
+        for leaf, type_, spec in zip(leaves, types, specs, strict=True):
             is_local = self.axis_name in _axes_of(spec)
             if not is_local and self.is_bound and self.axis_name in _compat.varying_axes(leaf):
                 raise ArgumentError(
@@ -354,8 +353,9 @@ class MeshPlacement:
         context = self._context(params)
         if isinstance(x, jax.core.Tracer) and not isinstance(context.mesh, jax.sharding.Mesh):
             return jax.sharding.reshard(x, spec) if context.is_explicit else x
-        is_known = isinstance(context.mesh, jax.sharding.Mesh)
-        mesh = context.mesh if is_known else jax.sharding.get_mesh()
+        mesh = context.mesh
+        if not isinstance(mesh, jax.sharding.Mesh) and (mesh := jax.sharding.get_mesh()).empty:
+            raise ArgumentError("arrays outside jit need a mesh: give mesh=, or set jax.set_mesh")
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     def _context(self, params: PyTree) -> MeshContext:

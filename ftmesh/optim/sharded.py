@@ -280,7 +280,10 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         if not self.placement.is_bound:
             param_specs = self.placement.param_specs(params)
             init = self._with_specs(param_specs)._init
-            return self.placement.run(init, params, (param_specs,), self.specs(params))(params)
+            state = self.placement.run(init, params, (param_specs,), self.specs(params))(params)
+            traced = [x for x in jax.tree.leaves(params) if isinstance(x, jax.core.Tracer)]
+            # jit takes its devices from arguments that are used, and zeros use none.
+            return jax.lax.optimization_barrier((state, traced))[0] if traced else state
         layout, tree = self.layout(params), jax.tree.structure(params)
         evaluator = self._evaluator(layout, params)
         jaxpr = jax.make_jaxpr(self.transformation.init)(tree.unflatten(evaluator.types))
@@ -306,7 +309,6 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         comm = replace(self.comm, reduce="none")  # global gradients are the same at all ranks
         given_specs = REPLICATED if params is None else param_specs
         in_specs = (param_specs, state_specs, given_specs, REPLICATED)
-
         known = self._with_specs(param_specs)
 
         def update(*args: Any) -> Any:
@@ -355,13 +357,11 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         evaluator = self._evaluator(layout, like)
         grads, full = comm.reduce_scatter(updates, layout, tree)
         inputs = evaluator.input_tree("grads", grads, full) + evaluator.input_state(state, form)
-        types = [
-            tree.unflatten(
-                jax.ShapeDtypeStruct(type_.shape, grad.dtype)
-                for type_, grad in zip(evaluator.types, grads, strict=True)
-            ),
-            form.tree.unflatten(form.types),
+        grad_types = [
+            jax.ShapeDtypeStruct(type_.shape, grad.dtype)
+            for type_, grad in zip(evaluator.types, grads, strict=True)
         ]
+        types = [tree.unflatten(grad_types), form.tree.unflatten(form.types)]
         own_params: list[jax.Array] = []
         if params is not None:
             own_params = comm.take_own(params, layout)
@@ -373,9 +373,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         )(*types)
         evaluator.check_outputs(tree, form, out, new_state)
         values = evaluator.run(jaxpr, inputs)
-        own = evaluator.output_tree(
-            values[: tree.num_leaves], [x.dtype for x in jax.tree.leaves(out)]
-        )
+        dtypes = [x.dtype for x in jax.tree.leaves(out)]
+        own = evaluator.output_tree(values[: tree.num_leaves], dtypes)
         if applies:
             own = optax.apply_updates(own_params, own)
         gathered = tree.unflatten(comm.all_gather(own, layout))
@@ -385,8 +384,8 @@ class ShardedOptimizer(optax.GradientTransformationExtraArgs):  # type: ignore[m
         sum_over_ranks = partial(self.comm.sum_vectors, self.placement.other_axes(params))
         types = self.placement.global_types(params)
         gather = partial(self.comm.gather_tensors, self.bucket_bytes)
-        take_part = self.comm.take_part
-        return ShardEvaluator(layout, types, self.comm.rank, sum_over_ranks, gather, take_part)
+        comm = self.comm
+        return ShardEvaluator(layout, types, comm.rank, sum_over_ranks, gather, comm.take_part)
 
     def _gather_tensor(self, array: Any, stored: LeafLayout | None) -> Any:
         if stored is None:

@@ -89,6 +89,8 @@ def plan(
             'ftmesh.Topology.grid("8x8"), or Topology.from_devices(jax.devices())'
         )
     check_executor(executor, (AUTO, *EXECUTORS))
+    if not isinstance(algorithm, str):
+        raise ArgumentError(f"algorithm must be a name, such as 'tree', not {algorithm!r:.60}")
     cache_folder()  # a bad setting is an error also where nothing needs to be read
     payload_bytes, wire = check_bytes(payload_bytes), wire_dtype_name(wire_dtype)
     links, measured = find_costs(topology, link)

@@ -43,10 +43,13 @@ MetaRule = tuple[Callable[[Any], bool], str]  # whether a value is valid, and wh
 def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Write `schedule` to `path` atomically; raises `ScheduleFileError` if that fails."""
     check_schedule(schedule)
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"save takes a path, not {path!r:.60}")
     try:
         write_atomic(path, [dumps(schedule)])
-    except OSError as error:
-        raise ScheduleFileError(f"cannot write {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        reason = getattr(error, "strerror", None) or error
+        raise ScheduleFileError(f"cannot write {path}: {reason}") from error
 
 
 def load(path: str | os.PathLike[str] | bytes, *, verify: bool = True) -> Schedule:

@@ -43,6 +43,8 @@ class DeviceLayout(NamedTuple):
 
 def read_layout(devices: Iterable[Any], shape: Coord | None) -> DeviceLayout:
     """Return where `devices` are on a grid; see `ftmesh.Topology.from_devices`."""
+    if not isinstance(devices, Iterable):
+        raise TopologyError(f"devices are a list, such as jax.devices(), not {devices!r:.60}")
     devices = list(devices.flat if isinstance(devices, np.ndarray) else devices)
     if not devices:
         raise TopologyError("no devices were given")

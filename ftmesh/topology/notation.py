@@ -95,13 +95,26 @@ def parse_blocks(failed: str | Block | Iterable[Block | Sequence[int]]) -> list[
     )
 
 
-def parse_links(links: str | Iterable[Sequence[Sequence[int]]]) -> frozenset[Link]:
+def parse_chips(failed: Failed) -> frozenset[Coord]:
+    """Return the coords of all chips of some blocks; see `parse_blocks`."""
+    blocks = parse_blocks("" if failed is None else failed)
+    return frozenset(coord for block in blocks for coord in block.coords())
+
+
+def parse_links(links: str | Iterable[Sequence[Sequence[int]]] | None) -> frozenset[Link]:
     """Return links, low end first, from ``"3,2-4,2;0,0-0,1"`` or a list of pairs of coords."""
+    if links is None:
+        return frozenset()
     if isinstance(links, str):
         pieces = (piece.strip() for piece in links.split(";"))
         pairs = [parse_link(piece) for piece in pieces if piece]
     else:
-        pairs = [(_integers(a), _integers(b)) for a, b in links]
+        try:
+            pairs = [(_integers(a), _integers(b)) for a, b in links]
+        except (TypeError, ValueError):
+            raise TopologyError(
+                f"failed links are text such as '3,2-4,2' or pairs of coords, not {links!r:.60}"
+            ) from None
     return frozenset((min(a, b), max(a, b)) for a, b in pairs)
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ftmesh.errors import ArgumentError, TopologyError
 from ftmesh.topology import notation
-from ftmesh.topology.notation import Block, Coord, Link
+from ftmesh.topology.notation import Block, Coord, Failed, Link
 from ftmesh.topology.topology import Topology
 
 
@@ -58,6 +58,8 @@ chips 1x1@4,2
             topology: the chips; not tiled yet.
             tile: chips along each axis, as ``"2x1"``. Each must divide the axis.
         """
+        if not isinstance(topology, Topology):
+            raise ArgumentError(f"tiles are cut from a topology, and not from {topology!r:.60}")
         sides = notation.parse_shape(tile)
         name, num_axes = notation.format_shape(sides), len(topology.shape)
         if isinstance(topology, TiledTopology):
@@ -89,9 +91,10 @@ chips 1x1@4,2
     def without_devices(self) -> TiledTopology:
         return TiledTopology.from_topology(self.chips.without_devices(), self.tile)
 
-    def with_failed(self, chips: Iterable[Coord]) -> TiledTopology:
+    def with_failed(self, chips: Failed) -> TiledTopology:
         """Return the same tiles, of which these have failed as well, with all their chips."""
-        return TiledTopology.from_topology(self.chips.with_failed(self.chips_of(chips)), self.tile)
+        failed = self.chips_of(notation.parse_chips(chips))
+        return TiledTopology.from_topology(self.chips.with_failed(failed), self.tile)
 
     def coord_of(self, device: Any) -> Coord:
         return self.coords[self.devices.index(device) // self.num_positions]

@@ -19,7 +19,7 @@ from ftmesh.topology.devices import WRAP_AS_GIVEN, device_wraps, read_layout
 from ftmesh.topology.notation import Block, Coord, Failed
 from ftmesh.topology.notation import Link as Link
 
-FailedLinks = str | Iterable[Sequence[Sequence[int]]]
+FailedLinks = str | Iterable[Sequence[Sequence[int]]] | None
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Topology:
         shape: str | Sequence[int],
         *,
         failed: Failed = None,
-        failed_links: FailedLinks = (),
+        failed_links: FailedLinks = None,
         wrap: bool | Sequence[bool] = False,
     ) -> Topology:
         """Return a mesh of the given shape, as in ``Topology.grid("16x32", failed="4x2@6,14")``.
@@ -111,7 +111,7 @@ class Topology:
         *,
         shape: str | Sequence[int] | None = None,
         failed: Failed = None,
-        failed_links: FailedLinks = (),
+        failed_links: FailedLinks = None,
         wrap: bool | Sequence[bool] | None = None,
     ) -> Topology:
         """Return the mesh of `devices`: ``jax.devices()``, or those of a compile-only topology.
@@ -164,13 +164,13 @@ class Topology:
         """Return the grid alone, which is what a schedule is built for."""
         return replace(self, devices=(), all_devices=())
 
-    def with_failed(self, chips: Iterable[Coord]) -> Topology:
-        """Return the same mesh with these chips failed as well.
+    def with_failed(self, chips: Failed) -> Topology:
+        """Return the same mesh with these chips failed as well: blocks or coords, as for `grid`.
 
         >>> str(Topology.grid("4x4").with_failed([(0, 0), (1, 0)]))
         '4x4 less 2x1@0,0'
         """
-        bare = replace(self, failed=self.failed | {*chips}, devices=())
+        bare = replace(self, failed=self.failed | notation.parse_chips(chips), devices=())
         return replace(bare, devices=tuple(d for c in bare.coords for d in self._devices_at(c)))
 
     # Chips ----------------------------------------------------------------------------------

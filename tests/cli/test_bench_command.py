@@ -266,6 +266,7 @@ def test_several_processes():
         (["2x2", "--num-processes", "2"], "MESH emulates devices in one process"),
         (["--compare", "a.npz"], "argument --compare: expected 2 arguments"),
         (["--compare", "a.npz", "a.npz"], "--compare takes two different files"),
+        (["--compare", "a.npz", "./a.npz"], "--compare takes two different files"),
     ],
 )
 def test_bad_input(argv, says, capsys):

@@ -40,7 +40,7 @@ def alone(monkeypatch):
         (["--hosts", "4", "--host-index", "4"], {}, "--host-index 4 of 4 hosts: give 0 to 3"),
         (["--hosts", "4", "--host-index", "0", "--min-hosts", "5"], {}, "give 4 at most"),
         (["--hosts", "4", "--host-index", "0"], {}, "the address of host 0 of 4 is not known"),
-        (["--mesh", "4x4", "--devices-per-host", "3"], {}, "do not fill mesh 4x4: give another"),
+        (["--mesh", "4x4", "--devices-per-host", "3"], {}, "do not fill mesh 4x4"),
         (["--host-shape", "2x2"], {}, "--host-shape has no effect without --mesh"),
         (
             ["--hosts", "2", "--join", "a"],

@@ -2,9 +2,10 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
@@ -183,3 +184,26 @@ def test_value_and_grad_on_tiles_needs_a_mesh():
         ftmesh.ArgumentError, match=r"give mesh=plan.jax_mesh\(\('data', 'model'\)\)"
     ):
         jax.eval_shape(plan.value_and_grad(lambda p, x: (p * x).mean()), 2.0, np.ones(12))
+
+
+@pytest.mark.parametrize("traces_init", [False, True], ids=["init", "jit(init)"])
+def test_shard_finds_the_mesh_of_the_parameters(traces_init):
+    """Without mesh= or jax.set_mesh: they are cut along "model"."""
+    plan = tiled("4x4", "2x2@2,2", "2x1")
+    mesh, specs = plan.jax_mesh(AXES), {"w": P(None, "model"), "b": P()}
+    host = {"w": np.arange(128, dtype=np.float32).reshape(8, 16), "b": np.ones(5, np.float32)}
+    params = {
+        name: jax.device_put(host[name], NamedSharding(mesh, spec)) for name, spec in specs.items()
+    }
+    grads = jax.tree.map(lambda x: x / 100 + 1, params)
+    optimizer, alone = plan.shard(optax.adam(0.1), specs=specs), optax.adam(0.1)
+    state = (jax.jit(optimizer.init) if traces_init else optimizer.init)(params)
+    updates, state = optimizer.update(grads, state, params)
+    expected, full = alone.update(grads, alone.init(host), host)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), updates, expected)
+    gathered = optimizer.gather_state(state, params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), gathered, full)
+    restored = optimizer.shard_state(gathered, params)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    with pytest.raises(ArgumentError, match="give mesh="):
+        optimizer.init(host)

@@ -111,19 +111,21 @@ class TestHostLayout:
         assert [str(block) for block in HostLayout.create(*given).blocks] == blocks.split()
 
     @pytest.mark.parametrize(
-        "given",
+        ("given", "says"),
         [
-            ("4x4", "2x2", 3, 4),
-            ("4x4", "2x2", 4, 8),
-            ("4x4", "3x1", 4, 3),
-            ("4x4", "8x2", 1, 16),
-            ("4x4", "2x2x1", 4, 4),
-            ("4x4", None, 4, 3),
-            ("4x4", None, 2, 6),
+            (("4x4", "2x2", 3, 4), "do not fill mesh 4x4, which has 16 chips"),
+            (("4x4", "2x2", 4, 8), "4 hosts of 8 devices each do not fill mesh 4x4"),
+            (("4x4", "3x1", 4, 3), "do not fill mesh 4x4"),
+            (("4x4", None, 4, 3), "do not fill mesh 4x4"),
+            (("4x4", None, 2, 6), "do not fill mesh 4x4"),
+            (("4x4", "2x1", 4, 4), "--host-shape 2x1 is a block of 2"),
+            (("4x4", "8x2", 1, 16), "cannot be cut into blocks of 8x2"),
+            (("4x4", "2x2x1", 4, 4), "give a --host-shape of 4 chips whose sides divide"),
+            (("8x6", None, 4, 12), "do not fill whole rows of mesh 8x6"),
         ],
     )
-    def test_blocks_that_do_not_fill_the_mesh(self, given):
-        with pytest.raises(ArgumentError, match="do not fill mesh 4x4: give another --host-shape"):
+    def test_blocks_that_do_not_fill_the_mesh(self, given, says):
+        with pytest.raises(ArgumentError, match=says):
             HostLayout.create(*given)
 
     @pytest.mark.parametrize(

@@ -251,6 +251,8 @@ class TestDamagedFiles:
 def test_save_leaves_nothing_if_writing_fails(tmp_path):
     with pytest.raises(ScheduleFileError, match="cannot write"):
         ftmesh.save(rings.build_schedule(HOLE), tmp_path / "nowhere" / "plan.npz")
+    with pytest.raises(ScheduleFileError, match=r"cannot write .*null byte"):
+        ftmesh.save(rings.build_schedule(HOLE), str(tmp_path / "a\0b"))
     with pytest.raises(ScheduleFileError, match="it is not a file"):
         ftmesh.save(rings.build_schedule(HOLE), tmp_path)
     assert list(tmp_path.iterdir()) == []

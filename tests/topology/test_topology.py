@@ -70,6 +70,12 @@ def test_failed_takes_blocks():
     assert Topology.grid("16x16", failed=[block]) == wanted
 
 
+@pytest.mark.parametrize("failed", ["2x1@0,0", [[0, 0], [1, 0]], {(0, 0), (1, 0)}])
+def test_with_failed_takes_what_grid_takes(failed):
+    whole = Topology.grid("4x4", failed_links=None)
+    assert whole.with_failed(failed) == Topology.grid("4x4", failed=failed)
+
+
 def test_the_order_of_the_ends_of_a_failed_link_does_not_matter():
     topo = Topology((4, 4), (False, False), failed_links=frozenset({((1, 0), (0, 0))}))
     assert not topo.is_link((0, 0), (1, 0))
@@ -104,6 +110,10 @@ def test_three_axes():
         (lambda: Topology.grid((4.5, 4)), "not a list of integers"),
         (lambda: Topology.grid("4x4", failed=[(1.5, 2)]), "not a list of integers"),
         (lambda: Topology.grid("4x4", failed=(2, 2)), "integers"),
+        (lambda: Topology.grid("4x4", failed_links=[5]), r"pairs of coords, not \[5\]"),
+        (lambda: Topology.grid("4x4", failed_links=[((0, 0, 0), (0, 0, 1))]), "not a neighbour"),
+        (lambda: Topology.grid("4x4").with_failed([(4, 0)]), "is not on mesh 4x4"),
+        (lambda: Topology.from_devices(3), r"such as jax.devices\(\), not 3"),
         (lambda: Topology.grid("2x2x2x2"), "one to three axes"),
         (lambda: Topology((4, 4), (False, False), frozenset({(4, 0)})), "is not on mesh 4x4"),
         (lambda: Topology.grid("4x4").groups(3), "cannot be cut into equal boxes of 3 chips"),
