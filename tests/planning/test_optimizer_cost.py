@@ -55,7 +55,7 @@ def test_every_generation_has_a_memory_bandwidth():
 @pytest.mark.parametrize(
     ("network", "optimizer", "says"),
     [
-        (DEFAULT, "adam", "not known here: name a TPU generation"),
+        (DEFAULT, "adam", "bandwidth is unknown: name a TPU generation"),
         (FAST, "adagrad", f"one of {', '.join(MEMORY_TRAFFIC)}, not 'adagrad'"),
     ],
 )
@@ -78,4 +78,4 @@ def test_the_command_prints_both(capsys):
     assert main([*argv[:6], "--optimizer", "lamb"]) == 2
     out, error = capsys.readouterr()
     assert out == ""
-    assert "not known here: name a TPU generation" in error
+    assert "bandwidth is unknown: name a TPU generation" in error
