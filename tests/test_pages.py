@@ -1,5 +1,6 @@
 """Every code block of the README and the docs runs as written, or says why it does not."""
 
+import os
 import re
 import subprocess
 import sys
@@ -52,6 +53,27 @@ def test_python_blocks_run(page, blocks, tmp_path, monkeypatch):
 def test_slow_python_blocks_run(page, blocks, tmp_path, monkeypatch):
     if page != "README.md":  # test_wheel.py runs it
         run_python(page, blocks, tmp_path, monkeypatch)
+
+
+def emulating_pages():
+    """The pages whose code emulates devices, each with all of its code that runs."""
+    for name, blocks in BLOCKS.items():
+        code = "\n".join(b.text for b in blocks if b.language == "python" and b.is_run)
+        if "cpu_grid(" in code and name != "README.md":  # test_wheel.py runs it
+            is_quick = name == "when-a-chip-dies.md"
+            yield pytest.param(code, id=name, marks=[] if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("code", list(emulating_pages()))
+def test_pages_run_in_processes_of_their_own(code, tmp_path):
+    """There JAX has no devices yet, and has one alone if it is used before `cpu_grid`."""
+    (tmp_path / "page.py").write_text(code)
+    environment = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def check_commands(blocks):

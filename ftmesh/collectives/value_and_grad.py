@@ -146,8 +146,8 @@ def _of_whole_batch(
     shares = BatchShares.for_ranks(ranks.plan, traced.batch_size)
 
     def make() -> Callable[..., list[Any]]:
+        context.check_devices(ranks.plan)
         if ranks.plan.executor == XLA and shares.is_even:
-            context.check_devices(ranks.plan)
             return on_native_path(traced.without_arrays(), context, weight_specs)
         context.check_shards(weights, weight_specs)
         dims = [context.shard_dimension(spec) for spec in weight_specs]

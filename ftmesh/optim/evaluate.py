@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -280,7 +281,8 @@ class ShardEvaluator:
 
             return run
 
-        return lax.switch(index, [branch(i) for i in range(len(op.results[0].nodes))])
+        branches = [branch(i) for i in range(len(op.results[0].nodes))]
+        return lax.switch(index, _varying_alike(branches) if _compat.checks_vma() else branches)
 
     def _branch_value(self, node: Node, result: BranchResult, leaves: frozenset[int]) -> Any:
         """Convert a branch's result to the form that all branches return."""
@@ -288,6 +290,19 @@ class ShardEvaluator:
             return {i: self._elements(node, i).astype(result.dtype) for i in sorted(leaves)}
         x = jnp.asarray(self._values[node], result.dtype)
         return x if result.kind == Kind.GLOBAL else jnp.broadcast_to(x, len(self.layout.leaves))
+
+
+def _varying_alike(branches: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """Return branches whose results vary over all axes over which those of any vary."""
+    types = [jax.tree.leaves(jax.eval_shape(run)) for run in branches]
+
+    def alike(run: Callable[[], Any]) -> Any:
+        leaves, tree = jax.tree.flatten(run())
+        for others in types:
+            leaves = [_compat.varying_like(x, y) for x, y in zip(leaves, others, strict=True)]
+        return tree.unflatten(leaves)
+
+    return [partial(alike, run) for run in branches]
 
 
 def _apply(op: Apply, operands: list[Any]) -> Any:

@@ -142,6 +142,11 @@ def test_other_devices_raise(plan, even):
     args = put(backwards, ARGS, (P(), P("data"), P("data")))
     with pytest.raises(ValueError, match="incompatible devices"):  # JAX sees that
         jax.jit(even.value_and_grad(loss))(*args)
+    for kind in (AUTO, EXPLICIT):
+        line = Mesh(backwards.devices, "data", axis_types=(kind,))
+        args = put(line, ARGS, (P(), P("data"), P("data")))
+        with pytest.raises(CollectiveError, match="rank 0 should be"):
+            even.value_and_grad(loss)(*args)
 
 
 def test_conflicting_meshes_raise(plan):

@@ -227,9 +227,14 @@ def test_a_planted_fault_is_caught(damaged, monkeypatch, method, fault, name):
         assert_as_optax(transformation_of(name), damaged, name)
 
 
-@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["muon", "MultiSteps", pytest.param("adafactor", marks=pytest.mark.slow)]
+)
 def test_gradients_of_ranks_in_shard_map(damaged, name):
-    """A rank's own gradients are averaged before, and tensors are gathered from the parts."""
+    """A rank's own gradients are averaged before, and tensors are gathered from the parts.
+
+    Branches of `MultiSteps` return zeros, the same at all ranks, or moments that vary.
+    """
     transformation = transformation_of(name)
     optimizer = damaged.shard(transformation)
     mesh, state_specs = damaged.jax_mesh("data"), optimizer.specs(PARAMS)
