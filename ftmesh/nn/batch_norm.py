@@ -65,7 +65,8 @@ class GroupBatchNorm(nn.Module):
         Args:
             x: Examples along the first dimension, features along the last.
             use_running_average: Overrides the attribute.
-            weights: One for each example, 0 for padding, which then does not count.
+            weights: One for each example, 0 for padding, which then does not count; it must be
+                finite.
         """
         given = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
         width, wide = (x.shape[-1],), jnp.promote_types(x.dtype, jnp.float32)
@@ -186,7 +187,6 @@ def _group_statistics(
         )
     columns = weights.astype(x.dtype).reshape(-1, *(1 for _ in x.shape[1:]))
     axes = tuple(range(x.ndim - 1))
-    x = jnp.where(columns > 0, x, 0)  # padding may be infinite, or no number
     count = jnp.sum(weights, dtype=x.dtype, keepdims=True) * math.prod(x.shape[1:-1])
     sums = jnp.concatenate([jnp.sum(x * columns, axes), jnp.sum(x * x * columns, axes), count])
     if groups is not None:

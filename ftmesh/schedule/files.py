@@ -45,8 +45,10 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     check_schedule(schedule)
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(f"save takes a path, not {path!r:.60}")
+    check_local(path)
+    content = dumps(schedule)
     try:
-        write_atomic(path, [dumps(schedule)])
+        write_atomic(path, [content])
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = getattr(error, "strerror", None) or error
         raise ScheduleFileError(f"cannot write {path}: {reason}") from error
