@@ -31,7 +31,7 @@ Kind = Literal["flat", "local", "replicated"]
 
 LANES = 128  # elements of a row of a TPU's tiles
 _FIRST_LENGTH = 1_000_003  # longer than the dimensions that an optimizer names itself
-SMALL_PART = 4096  # elements: such parts are cut from a copy, in fewer operations
+SMALL_TENSOR = 65_536  # elements; of such tensors parts are cut from a copy, in fewer operations
 MAX_PADDING = 1.25  # times the size of a tensor, for whole rows
 
 
@@ -101,7 +101,7 @@ class LeafLayout:
         size = self.part_size
         if self.num_ranks == 1:
             return jnp.reshape(x, -1)
-        if 0 < size <= SMALL_PART:
+        if 0 < self.type.size <= SMALL_TENSOR:
             return lax.dynamic_index_in_dim(self.to_rows(x), rank, keepdims=False)
         width = x.shape[-1]  # whole rows are read: flattening all of `x` may take a copy of it
         matrix = jnp.reshape(x, (-1, width))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftmesh.errors import ArgumentError
+from ftmesh.layout import flat_shards
 from ftmesh.layout.flat_shards import LeafLayout, TreeLayout, flatten_tensor, unflatten_tensor
 from tests.support.slow import slow
 
@@ -27,7 +28,10 @@ def natural_parts(x, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [slow(1), slow(5), 12])
 @pytest.mark.parametrize("shape", [(1,), (13,), (24,), (13, 7), (2, 100), (50, 2), (3, 4, 5)])
-def test_parts_of_every_rank(shape, num_ranks):
+@pytest.mark.parametrize("is_small", [True, False])
+def test_parts_of_every_rank(shape, num_ranks, is_small, monkeypatch):
+    """They are cut in one of two ways, by the size of the tensor."""
+    monkeypatch.setattr(flat_shards, "SMALL_TENSOR", 1000 if is_small else 0)
     leaf, x = leaf_layout(shape, num_ranks), 1 + np.arange(np.prod(shape), dtype=np.float32)
     x = x.reshape(shape)
     want = natural_parts(x, num_ranks)
@@ -85,3 +89,13 @@ def test_buckets_have_flat_leaves_of_one_dtype():
     assert layout.replicated == (1,)
     assert layout.cut == {0, 2, 3, 4}
     assert TreeLayout.build(leaves, 400, order=[4, 3, 2, 1, 0]).buckets == ((4,), (3,), (0,))
+
+
+@pytest.mark.parametrize("shape", [(1024, 1024), (512, 2048), (7, 7, 512, 64)])
+def test_parts_of_large_tensors_are_cut_without_a_copy(shape):
+    """On 252 chips: only a reshape, which takes nothing, is as large as the tensor."""
+    full = jax.ShapeDtypeStruct(shape, jnp.float32)
+    leaf = LeafLayout(full, "flat", 252, (1,) * len(shape))
+    jaxpr = jax.make_jaxpr(leaf.take_part)(full, 3)
+    made = [v.aval for e in jaxpr.eqns if e.primitive.name != "reshape" for v in e.outvars]
+    assert max(aval.size for aval in made) < full.size / 50
