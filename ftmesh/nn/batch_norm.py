@@ -65,8 +65,8 @@ class GroupBatchNorm(nn.Module):
         Args:
             x: Examples along the first dimension, features along the last.
             use_running_average: Overrides the attribute.
-            weights: One for each example, 0 for padding, which then does not count; it must be
-                finite.
+            weights: One for each example, 0 for padding, which then does not count. What padding
+                holds must be finite.
         """
         given = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
         width, wide = (x.shape[-1],), jnp.promote_types(x.dtype, jnp.float32)
