@@ -51,13 +51,36 @@ def psum_scatter(
     Args:
         x: An array or a pytree of arrays. A leaf that is sharded along another mesh axis in
             `scatter_dimension` is gathered over that axis first.
-        scatter_dimension: The dimension that is split among the ranks.
+        scatter_dimension: The dimension that is split among the ranks. A negative one counts from
+            the end of each leaf, and takes no `specs`.
         tiled: Whether the dimension stays, shorter by the number of ranks, as in lax.
         plan: A plan without idle devices. An algorithm without a reduce-scatter phase is replaced
             by one that has it (`Plan.with_reduce_scatter`).
         axis_name, axis_index_groups, wire_dtype, accumulate_dtype, specs: As for `psum`.
     """
     axis_name = check_call("psum_scatter", axis_name, axis_index_groups, plan, needs_all_ranks=True)
+    if scatter_dimension < 0:
+        if specs is not None:
+            raise CollectiveError(
+                f"scatter_dimension is {scatter_dimension}: with specs=, count it from the first "
+                "dimension"
+            )
+
+        def from_the_first(leaf: Any) -> Any:
+            dimension = scatter_dimension + np.ndim(leaf)
+            if dimension < 0:
+                raise CollectiveError(_no_such_dimension(scatter_dimension, np.shape(leaf)))
+            return psum_scatter(
+                leaf,
+                axis_name,
+                scatter_dimension=dimension,
+                tiled=tiled,
+                plan=plan,
+                wire_dtype=wire_dtype,
+                accumulate_dtype=accumulate_dtype,
+            )
+
+        return jax.tree.map(from_the_first, x)
     program = plan.with_reduce_scatter.program
     num_ranks = program.num_ranks
 
@@ -314,12 +337,13 @@ def _as_varying(leaf: jax.Array, axis_name: AxisName, program: Program) -> jax.A
     return _compat.weak_like(varying.astype(leaf.dtype), leaf)
 
 
+def _no_such_dimension(dimension: int, shape: tuple[int, ...]) -> str:
+    return f"scatter_dimension is {dimension}, and shape {shape} has {len(shape)} dimensions"
+
+
 def _check_divisible(shape: tuple[int, ...], dimension: int, num_ranks: int, tiled: bool) -> None:
-    if not 0 <= dimension < len(shape):
-        raise CollectiveError(
-            f"scatter_dimension is {dimension}, and must be from 0 to {len(shape) - 1} for shape "
-            f"{shape}: as in lax, it is not counted from the end"
-        )
+    if dimension >= len(shape):
+        raise CollectiveError(_no_such_dimension(dimension, shape))
     length = shape[dimension]
     if length % num_ranks or (not tiled and length != num_ranks):
         rule = f"a multiple of {num_ranks}" if tiled else f"{num_ranks}"

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
@@ -118,7 +118,10 @@ def test_each_bucket_uses_the_plan_for_its_size():
         return plan.pmean(grads, "data"), plan.pmean(loss, "data")
 
     step = jax.shard_map(
-        means, mesh=AbstractMesh((60,), ("data",)), in_specs=P("data"), out_specs=P()
+        means,
+        mesh=AbstractMesh((60,), ("data",), axis_types=(AxisType.Auto,)),
+        in_specs=P("data"),
+        out_specs=P(),
     )
     traced = jax.make_jaxpr(step)(
         jax.ShapeDtypeStruct((60 * 1000, 168_000), np.float32),

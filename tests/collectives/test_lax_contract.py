@@ -98,10 +98,10 @@ CASES = {
 }
 
 REFUSED = {
-    "psum_scatter with a negative dimension": (
+    "psum_scatter with no such dimension from the end": (
         "psum_scatter",
         VALUES["floats"],
-        {"scatter_dimension": -2},
+        {"scatter_dimension": -5, "tiled": True},
     ),
     "psum_scatter with no such dimension": (
         "psum_scatter",
@@ -237,6 +237,32 @@ def test_errors_as_in_lax(even, case):
         laxs(X)
     with pytest.raises(CollectiveError):
         ours(X)
+
+
+def test_psum_scatter_counts_from_the_end(even):
+    """As in lax since JAX 0.11, for each leaf by itself."""
+
+    x = {"a": np.arange(60.0).reshape(5, 12), "b": np.arange(24.0).reshape(2, 1, 12)}
+
+    def from_the_end(_):
+        return even.psum_scatter(x, "data", scatter_dimension=-1, tiled=True)
+
+    def from_the_first(_):
+        return {
+            name: even.psum_scatter(leaf, "data", scatter_dimension=leaf.ndim - 1, tiled=True)
+            for name, leaf in x.items()
+        }
+
+    ours, want = (
+        jax.device_get(jax.jit(on_mesh(body, check_vma=True))(X))
+        for body in (from_the_end, from_the_first)
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, want)
+    with pytest.raises(CollectiveError, match="with specs=, count it from the first"):
+        on_mesh(
+            lambda x: even.psum_scatter(x, "data", scatter_dimension=-1, specs=P("model")),
+            check_vma=True,
+        )(X)
 
 
 def test_several_axes(even):

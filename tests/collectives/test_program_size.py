@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import ftmesh
@@ -19,7 +19,7 @@ def lowered(shape, failed, algorithm):
     ranks = plan.program.num_ranks
     run = jax.shard_map(
         lambda x: plan.psum(x[0], "data"),
-        mesh=AbstractMesh((ranks,), ("data",)),
+        mesh=AbstractMesh((ranks,), ("data",), axis_types=(AxisType.Auto,)),
         in_specs=P("data"),
         out_specs=P(),
         check_vma=False,
