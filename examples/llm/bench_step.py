@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -127,6 +128,7 @@ def working(programs: Mapping[str, Steps]) -> tuple[dict[str, float], dict[str, 
     losses: dict[str, float] = {}
     failures: dict[str, str] = {}
     for name, run_steps in programs.items():
+        start = time.perf_counter()
         try:
             loss = run_steps(1)
             for other, expected in losses.items():
@@ -136,6 +138,9 @@ def working(programs: Mapping[str, Steps]) -> tuple[dict[str, float], dict[str, 
         except Exception as error:  # by JAX or PyTorch, of any kind: the others are measured
             text = next(iter(str(error).splitlines()), "")
             failures[name] = f"{type(error).__name__}: {text[:300]}"
+        how = "fails" if name in failures else "is done"
+        seconds = time.perf_counter() - start
+        print(f"{name}: the first step {how} after {seconds:.0f} s", file=sys.stderr, flush=True)
     return losses, failures
 
 
