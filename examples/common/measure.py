@@ -14,7 +14,7 @@ from examples.common.trainer import State, Trainer
 from ftmesh.command_line import whole_number
 from ftmesh.errors import TrainingError
 
-RunSteps = Callable[[int], None]  # runs a number of steps and waits for them
+RunSteps = Callable[[int], object]  # runs a number of steps and waits for them
 
 
 def measure(

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 import ftmesh
+from examples.llm.arguments import add_model, config_from
 from examples.llm.config import PRESETS, Config
 from examples.llm.sharding import EVERY_CHIP, make_mesh
 from examples.llm.step import make_step
-from examples.llm.train import add_model, config_from
 from ftmesh.command_line import Parser, run_command
 from ftmesh.tpu.compiler import tpu_devices
 from ftmesh.units import format_bytes, format_time

@@ -21,6 +21,7 @@ from ftmesh.errors import ArgumentError
 
 Remat = Literal["none", "dots", "full"]
 Attention = Literal["xla", "cudnn"]
+Attend = Literal["document", "row"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +41,16 @@ class Config:
     stddev: float = 0.02  # of initial weights
     dropout: float = 0.0
     dtype: Any = jnp.bfloat16  # of the compute; weights are float32
+    logits: Any = jnp.float32  # dtype of the logits; the loss is float32
+    attend: Attend = "document"  # tokens attend to their document, or to all of the row before them
 
     # How a step runs.
     length: int  # tokens of a row
     batch: int  # rows of a step, over all chips
     microbatches: int = 1  # parts that a chip's rows are taken in
     remat: Remat = "dots"  # what the backward pass recomputes
-    attention: Attention = "xla"
+    attention: Attention = "xla"  # "cudnn" is for NVIDIA GPUs; fastest with attend="row"
+    unrolled: bool = False  # no loop over layers: on a GPU faster, a program that grows with them
 
     # The optimizer and the loss.
     steps: int  # of the whole learning-rate schedule
@@ -64,7 +68,7 @@ class Config:
         for name in ("length", "batch", "microbatches", "steps", "num_layers", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}: give 1 or more")
-        for name, kind in (("remat", Remat), ("attention", Attention)):
+        for name, kind in (("remat", Remat), ("attention", Attention), ("attend", Attend)):
             if getattr(self, name) not in get_args(kind):
                 rule = f"give one of {', '.join(get_args(kind))}"
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}: {rule}")

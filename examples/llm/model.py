@@ -10,7 +10,8 @@ scan runs the layers, so a deep model compiles as fast as a shallow one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ _POLICIES = {
 class Rows(NamedTuple):
     """The inputs that all layers share."""
 
-    visible: jax.Array  # [rows, 1, tokens, tokens]: which tokens attend to which
+    same: jax.Array | None  # [rows, 1, tokens, tokens]: which are of one document; None: all
     rotation: tuple[jax.Array, jax.Array]  # cosine and sine, [rows, tokens, 1, head size / 2]
     keys: jax.Array | None  # of dropout, one for each row
 
@@ -73,7 +74,7 @@ class Layer(Base):
         key = rotate(heads(y, "key", config.num_kv_heads), rows.rotation)
         value = heads(y, "value", config.num_kv_heads)
         y = jax.nn.dot_product_attention(
-            query, key, value, mask=rows.visible, implementation=config.attention
+            query, key, value, mask=rows.same, is_causal=True, implementation=config.attention
         )
         y = y.reshape(*y.shape[:-2], -1)
         y = y @ self.weight("project", y.shape[-1], hidden, stddev=narrow)
@@ -107,34 +108,61 @@ class Transformer(Base):
         position: jax.Array,
         keys: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the logits of the next token at each position, in float32.
+        """Return the logits of the next token at each position.
 
         Args:
             tokens: ``[rows, tokens]``.
-            document: Index of each token's document in its row; tokens attend to no other.
+            document: Index of each token's document in its row; tokens attend to no other, unless
+                `config.attend` is "row".
             position: Position of each token in its document.
             keys: Dropout keys, one per row; None for no dropout.
         """
         config = self.config
-        same = document[:, None, :, None] == document[:, None, None, :]
-        visible = same & jnp.tri(tokens.shape[1], dtype=bool)
-        rows = Rows(visible, rotation(position, config), keys)
+        same = None
+        if config.attend == "document":
+            same = document[:, None, :, None] == document[:, None, None, :]
+        else:
+            position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        rows = Rows(same, rotation(position, config), keys)
 
         table = self.weight("embedding", config.vocabulary, config.hidden)
         x = table[tokens]
         layers = nn.scan(
             Layer
             if config.remat == "none"
-            else nn.remat(Layer, prevent_cse=False, policy=_POLICIES[config.remat]),
+            else nn.remat(Layer, prevent_cse=config.unrolled, policy=_POLICIES[config.remat]),
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=(0, nn.broadcast),
             length=config.num_layers,
+            unroll=config.num_layers if config.unrolled else 1,
         )
         x, _ = layers(config, self.cuts, name="layers")(x, jnp.arange(config.num_layers), rows)
         x = self.norm("norm", x)
         head = table.T if config.tied else self.weight("head", config.hidden, config.vocabulary)
-        return jnp.matmul(x, head, preferred_element_type=jnp.float32)
+        return product(x, head, config.logits)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
+    """Return ``x @ weight`` in `dtype`; its gradient is rounded to that of `x` before products.
+
+    A float32 gradient times bfloat16 would be a product in float32, which is slow.
+    """
+    return jnp.matmul(x, weight, preferred_element_type=dtype)
+
+
+def _product_forward(x: jax.Array, weight: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
+    return product(x, weight, dtype), (x, weight)
+
+
+def _product_backward(_: Any, factors: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = factors
+    gradient = gradient.astype(x.dtype)
+    return gradient @ weight.T, jnp.einsum("...i,...j->ij", x, gradient)
+
+
+product.defvjp(_product_forward, _product_backward)
 
 
 def rotation(position: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:

@@ -111,11 +111,35 @@ def unpack(tokens: jax.Array) -> tuple[jax.Array, ...]:
     return inputs, targets, jnp.cumsum(starts, axis=1), place - first, ~ends
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def token_losses(logits: jax.Array, targets: jax.Array, z_loss: float) -> jax.Array:
-    """Return cross entropies, and what keeps the log of the softmax's denominator near zero."""
-    log_z = jax.nn.logsumexp(logits, axis=-1)
-    right = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-    return log_z - right + z_loss * jnp.square(log_z)
+    """Return cross entropies, and what keeps the log of the softmax's denominator near zero.
+
+    They are float32. Only the logits are kept for the backward pass: each array of this size costs
+    as much memory and time as several layers.
+    """
+    return _losses_forward(logits, targets, z_loss)[0]
+
+
+def _losses_forward(logits: jax.Array, targets: jax.Array, z_loss: float) -> tuple[jax.Array, Any]:
+    wide = logits.astype(jnp.float32)
+    log_z = jax.nn.logsumexp(wide, axis=-1)
+    right = jnp.where(_is_target(logits, targets), wide, 0).sum(-1)
+    return log_z - right + z_loss * jnp.square(log_z), (logits, targets, log_z)
+
+
+def _losses_backward(z_loss: float, kept: Any, gradient: jax.Array) -> tuple[jax.Array, None]:
+    logits, targets, log_z = kept
+    softmax = jnp.exp(logits.astype(jnp.float32) - log_z[..., None])
+    slope = (1 + 2 * z_loss * log_z)[..., None] * softmax - _is_target(logits, targets)
+    return (slope * gradient[..., None]).astype(logits.dtype), None
+
+
+def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return jnp.arange(logits.shape[-1]) == targets[..., None]
+
+
+token_losses.defvjp(_losses_forward, _losses_backward)
 
 
 def dropout_keys(seed: Any, step: Any, num_rows: int) -> jax.Array:

@@ -16,21 +16,17 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from functools import partial
-from typing import Any
 
-import jax.numpy as jnp
-
+from examples.llm.arguments import add_model, config_from
 from examples.llm.checkpoints import open_manager, restore_state, save_state
 from examples.llm.config import PRESETS, Config
 from examples.llm.data import batches, open_rows
 from examples.llm.report import Report
-from examples.llm.sharding import EVERY_CHIP, make_mesh
+from examples.llm.sharding import make_mesh
 from examples.llm.step import make_step
 from ftmesh import elastic
 from ftmesh.command_line import MAX_SEED, Parser, run_command, whole_number
-from ftmesh.errors import ArgumentError
 from ftmesh.files import check_local
 from ftmesh.testing.emulation import request_cpu_devices
 from ftmesh.topology.notation import parse_shape
@@ -127,34 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         train(config_from(PRESETS[args.preset], args), args)
 
     return run_command("llm", run, interrupted="interrupted; the same command continues")
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that change what is compiled."""
-    add = parser.add_argument
-    add("--preset", choices=tuple(PRESETS), default="tiny", help="default: %(default)s")
-    names = ", ".join(field.name for field in fields(Config))
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help=f"one of {names}")
-    text = (
-        f"chips that share a copy of the weights, as 2x2; {EVERY_CHIP}: all (default: %(default)s)"
-    )
-    add("--replica", default="1x1", metavar="TILE", help=text)
-    add("--failed", metavar="BLOCKS", help="failed chips, as 2x2@2,2 (default: FTMESH_FAILED)")
-
-
-def config_from(preset: Config, args: argparse.Namespace) -> Config:
-    """Return a preset with the fields that the arguments change."""
-    changes = dict(change.partition("=")[::2] for change in args.set)
-    values: dict[str, Any] = {}
-    for name, text in changes.items():
-        if not hasattr(preset, name) or name not in {field.name for field in fields(preset)}:
-            raise ArgumentError(f"--set {name}={text}: see --help for the names")
-        kind = jnp.dtype if name == "dtype" else type(getattr(preset, name))
-        try:
-            values[name] = text.lower() == "true" if kind is bool else kind(text)
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"--set {name}={text}: {error}") from error
-    return replace(preset, **values)
 
 
 def _count(shape: str) -> int:

@@ -21,7 +21,7 @@ from examples.llm import train
 from examples.llm.checkpoints import open_manager, restore_state, save_state
 from examples.llm.config import PRESETS
 from examples.llm.data import Rows, batches, open_rows
-from examples.llm.model import Transformer
+from examples.llm.model import Transformer, product
 from examples.llm.report import Report
 from examples.llm.sharding import Cuts, make_mesh
 from examples.llm.step import END, make_step, token_losses, unpack
@@ -201,6 +201,34 @@ class TestModel:
         other = model.apply(params, inputs.at[0, 6].set(1), document, position)
         np.testing.assert_array_equal(other[0, :6], logits[0, :6])  # none sees what comes later
         assert abs(other[0, 6:] - logits[0, 6:]).max() > 1e-3
+
+    def test_rows_as_one_document(self):
+        """With attend="row", tokens see those before the end of a document as any others."""
+        config = replace(SMALL, attend="row")
+        model = Transformer(config, Cuts(one_device()))
+        rows = jnp.array([[5, 6, 7, END, 8, 9, 10, 11, 12]])
+        inputs, _, document, position, _ = unpack(rows)
+        params = model.init(jax.random.key(0), inputs, document, position)
+        logits = model.apply(params, inputs, document, position)
+        whole = Transformer(SMALL, Cuts(one_device()))
+        expected = whole.apply(params, inputs, document * 0, jnp.arange(8)[None])
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
+
+    def test_products_of_gradients_are_as_fast_as_others(self):
+        """They have no float32 factor, though the logits and their gradients are float32."""
+        x, weight = jnp.ones((4, 3), jnp.bfloat16), jnp.ones((3, 5), jnp.bfloat16)
+
+        def total(x, weight):
+            logits = product(x, weight, jnp.float32)
+            return (logits * 0.5).sum()
+
+        traced = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(x, weight)
+        products = [e for e in traced.jaxpr.eqns if e.primitive.name == "dot_general"]
+        assert len(products) == 2
+        assert {var.aval.dtype for e in products for var in e.invars} == {jnp.dtype(jnp.bfloat16)}
+        gradients = jax.grad(total, argnums=(0, 1))(x, weight)
+        assert [g.dtype for g in gradients] == [jnp.bfloat16] * 2
+        assert [float(g[0, 0]) for g in gradients] == [2.5, 2.0]
 
     def test_losses_are_cross_entropies_and_z_losses(self):
         logits = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
