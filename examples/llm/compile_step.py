@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import ftmesh
 from examples.llm.arguments import add_model, config_from
 from examples.llm.config import PRESETS, Config
-from examples.llm.sharding import EVERY_CHIP, make_mesh
+from examples.llm.sharding import EVERY_CHIP, make_mesh, replicas
 from examples.llm.step import make_step
 from ftmesh.command_line import Parser, run_command
 from ftmesh.tpu.compiler import tpu_devices
@@ -62,7 +62,7 @@ def report(config: Config, args: argparse.Namespace) -> None:
         f"temporary {format_bytes(temporary)}"
     )
     is_whole = args.replica == EVERY_CHIP
-    ranks = topology if is_whole else ftmesh.TiledTopology.from_topology(topology, args.replica)
+    ranks = topology if is_whole else replicas(topology, args.replica)
     for axis in mesh.axis_names:
         found = ftmesh.audit(compiled, axis, plan=ranks)
         for name, entries in (("follow the ring", found.native), ("do not", found.entries)):

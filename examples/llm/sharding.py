@@ -25,11 +25,18 @@ EVERY_CHIP = "all"
 ROWS = P(("data", "fsdp"))  # how a batch is cut
 
 
+def replicas(topology: ftmesh.Topology, tile: str) -> ftmesh.TiledTopology:
+    """Return the replicas of a tile each; "1x1" stands for a chip on any number of axes."""
+    if set(tile) <= {"1", "x"}:
+        tile = "x".join("1" * len(topology.shape))
+    return ftmesh.TiledTopology.from_topology(topology, tile)
+
+
 def make_mesh(topology: ftmesh.Topology, tile: str) -> Mesh:
     """Return a mesh of axes "data" and "fsdp" over the live chips, or the live tiles, on a ring."""
     if tile == EVERY_CHIP:
         return Mesh(ftmesh.jax_mesh(topology, "fsdp").devices[None], ("data", "fsdp"))
-    tiles = ftmesh.TiledTopology.from_topology(topology, tile)
+    tiles = replicas(topology, tile)
     mesh = ftmesh.jax_mesh(tiles, ("data", "fsdp"))
     idle = {process_of(d) for d in topology.devices} - {process_of(d) for d in mesh.devices.flat}
     if idle:

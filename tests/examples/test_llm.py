@@ -1,6 +1,7 @@
 """The language model: the same losses on every mesh, weights cut and padded, rows, checkpoints."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -59,6 +60,15 @@ def losses_on(mesh, config, seed=0):
 def one_device():
     topology = ftmesh.Topology.from_devices(jax.devices()[:1], shape="1x1")
     return make_mesh(topology, "1x1")
+
+
+@pytest.mark.parametrize(
+    ("shape", "failed", "live"), [("1", "", 1), ("2x2", "1x1@0,0", 3), ("2x2x2", "1x1x1@0,0,0", 7)]
+)
+def test_a_chip_is_a_replica_on_any_number_of_axes(shape, failed, live):
+    devices = jax.devices()[: math.prod(map(int, shape.split("x")))]
+    topology = ftmesh.Topology.from_devices(devices, shape=shape, failed=failed)
+    assert dict(make_mesh(topology, "1x1").shape) == {"data": live, "fsdp": 1}
 
 
 class TestLosses:
