@@ -10,8 +10,7 @@ scan runs the layers, so a deep model compiles as fast as a shallow one.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +42,15 @@ class Base(nn.Module):
     cuts: Cuts
 
     def weight(self, name: str, *shape: int, stddev: float | None = None) -> jax.Array:
-        """Return the gathered weight in the compute dtype."""
+        """Return a weight as it is stored: float32, padded and sharded."""
         normal = nn.initializers.truncated_normal(stddev or self.config.stddev)
-        weight = self.param(name, lambda key: self.cuts.pad(normal(key, shape)))
-        return self.cuts.gather(weight, shape, self.config.dtype)
+        return self.param(name, lambda key: self.cuts.pad(normal(key, shape)))
+
+    def linear(self, x: jax.Array, name: str, size: int, stddev: float | None = None) -> jax.Array:
+        """Multiply by a weight, in the compute dtype."""
+        shape = (x.shape[-1], size)
+        weight = self.weight(name, *shape, stddev=stddev)
+        return self.cuts.product(x, weight, shape, x.dtype, turned=False)
 
     def norm(self, name: str, x: jax.Array) -> jax.Array:
         """Divide each vector by its root mean square, in float32."""
@@ -66,7 +70,7 @@ class Layer(Base):
         narrow = config.stddev / (2 * config.num_layers) ** 0.5  # of what is added to `x`
 
         def heads(y: jax.Array, name: str, count: int) -> jax.Array:
-            y = y @ self.weight(name, hidden, count * config.head_size)
+            y = self.linear(y, name, count * config.head_size)
             return y.reshape(*y.shape[:-1], count, config.head_size)
 
         y = self.norm("attention_norm", x)
@@ -77,12 +81,12 @@ class Layer(Base):
             query, key, value, mask=rows.same, is_causal=True, implementation=config.attention
         )
         y = y.reshape(*y.shape[:-2], -1)
-        y = y @ self.weight("project", y.shape[-1], hidden, stddev=narrow)
+        y = self.linear(y, "project", hidden, stddev=narrow)
         x = x + self.dropout(y, rows.keys, 2 * number)
 
         y = self.norm("ffn_norm", x)
-        gate, up = (y @ self.weight(name, hidden, config.ffn) for name in ("gate", "up"))
-        y = (nn.silu(gate) * up) @ self.weight("down", config.ffn, hidden, stddev=narrow)
+        gate, up = (self.linear(y, name, config.ffn) for name in ("gate", "up"))
+        y = self.linear(nn.silu(gate) * up, "down", hidden, stddev=narrow)
         return x + self.dropout(y, rows.keys, 2 * number + 1), None
 
     def dropout(self, x: jax.Array, keys: jax.Array | None, number: jax.Array) -> jax.Array:
@@ -125,8 +129,9 @@ class Transformer(Base):
             position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         rows = Rows(same, rotation(position, config), keys)
 
-        table = self.weight("embedding", config.vocabulary, config.hidden)
-        x = table[tokens]
+        shape = (config.vocabulary, config.hidden)
+        table = self.weight("embedding", *shape)
+        x = self.cuts.look_up(table, tokens, shape, config.dtype)
         layers = nn.scan(
             Layer
             if config.remat == "none"
@@ -139,30 +144,10 @@ class Transformer(Base):
         )
         x, _ = layers(config, self.cuts, name="layers")(x, jnp.arange(config.num_layers), rows)
         x = self.norm("norm", x)
-        head = table.T if config.tied else self.weight("head", config.hidden, config.vocabulary)
-        return product(x, head, config.logits)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def product(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
-    """Return ``x @ weight`` in `dtype`; its gradient is rounded to that of `x` before products.
-
-    A float32 gradient times bfloat16 would be a product in float32, which is slow.
-    """
-    return jnp.matmul(x, weight, preferred_element_type=dtype)
-
-
-def _product_forward(x: jax.Array, weight: jax.Array, dtype: Any) -> tuple[jax.Array, Any]:
-    return product(x, weight, dtype), (x, weight)
-
-
-def _product_backward(_: Any, factors: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, weight = factors
-    gradient = gradient.astype(x.dtype)
-    return gradient @ weight.T, jnp.einsum("...i,...j->ij", x, gradient)
-
-
-product.defvjp(_product_forward, _product_backward)
+        if not config.tied:
+            shape = shape[::-1]
+            table = self.weight("head", *shape)
+        return self.cuts.product(x, table, shape, config.logits, turned=config.tied)
 
 
 def rotation(position: jax.Array, config: Config) -> tuple[jax.Array, jax.Array]:

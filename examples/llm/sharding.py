@@ -104,6 +104,60 @@ class Cuts:
         gathering.defvjp(forward, backward)
         return self.unpad(gathering(weight), shape)
 
+    def product(
+        self, x: jax.Array, weight: jax.Array, shape: tuple[int, ...], dtype: Any, *, turned: bool
+    ) -> jax.Array:
+        """Multiply `x` by a sharded weight of this shape, or by its transpose if it is `turned`.
+
+        The backward pass gathers the weight again. The weight's gradient is summed over all chips
+        in the weight's dtype, though its factors have that of `x`.
+        """
+        order = "...i,...j->ji" if turned else "...i,...j->ij"
+
+        def whole(x: jax.Array, weight: jax.Array) -> jax.Array:
+            weight = self.gather(weight, shape, x.dtype)
+            return weight.T if turned else weight
+
+        def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
+            return jnp.matmul(x, whole(x, weight), preferred_element_type=dtype)
+
+        def forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+            return multiply(x, weight), (x, weight)
+
+        def backward(kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x, weight = kept
+            gradient = gradient.astype(x.dtype)  # times float32, it would be a slow product
+            summed = jnp.einsum(order, x, gradient, preferred_element_type=weight.dtype)
+            return gradient @ whole(x, weight).T, self._cut(summed)
+
+        multiplying = jax.custom_vjp(multiply)
+        multiplying.defvjp(forward, backward)
+        return multiplying(x, weight)
+
+    def look_up(
+        self, weight: jax.Array, rows: jax.Array, shape: tuple[int, ...], dtype: Any
+    ) -> jax.Array:
+        """Return rows of a sharded weight of this shape; its gradient is summed in its dtype."""
+
+        def take(weight: jax.Array) -> jax.Array:
+            return self.gather(weight, shape, dtype)[rows]
+
+        def forward(weight: jax.Array) -> tuple[jax.Array, None]:
+            return take(weight), None
+
+        def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+            summed = jnp.zeros(shape, weight.dtype).at[rows].add(gradient.astype(weight.dtype))
+            return (self._cut(summed),)
+
+        taking = jax.custom_vjp(take)
+        taking.defvjp(forward, backward)
+        return taking(weight)
+
+    def _cut(self, gradient: jax.Array) -> jax.Array:
+        """Pad and shard the gradient of a weight like the weight."""
+        cut = NamedSharding(self.mesh, self.spec(gradient.shape))
+        return jax.lax.with_sharding_constraint(self.pad(gradient), cut)
+
     def shardings(self, state: Any) -> Any:
         """Return the sharding of each array of a state; those of layers are stacked in a scan."""
 

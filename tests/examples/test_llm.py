@@ -22,7 +22,7 @@ from examples.llm import train
 from examples.llm.checkpoints import open_manager, restore_state, save_state
 from examples.llm.config import PRESETS
 from examples.llm.data import Rows, batches, open_rows
-from examples.llm.model import Transformer, product
+from examples.llm.model import Transformer
 from examples.llm.report import Report
 from examples.llm.sharding import Cuts, make_mesh
 from examples.llm.step import END, make_step, token_losses, unpack
@@ -224,21 +224,52 @@ class TestModel:
         expected = whole.apply(params, inputs, document * 0, jnp.arange(8)[None])
         np.testing.assert_allclose(logits, expected, atol=1e-5)
 
-    def test_products_of_gradients_are_as_fast_as_others(self):
-        """They have no float32 factor, though the logits and their gradients are float32."""
-        x, weight = jnp.ones((4, 3), jnp.bfloat16), jnp.ones((3, 5), jnp.bfloat16)
+    def test_factors_are_narrow_and_sums_of_gradients_are_not(self):
+        """No product has a float32 factor, and the gradient of a weight is added in float32."""
+        cuts = Cuts(one_device())
+        x, weight = jnp.ones((4, 3), jnp.bfloat16), jnp.ones((3, 5), jnp.float32)
 
         def total(x, weight):
-            logits = product(x, weight, jnp.float32)
+            logits = cuts.product(x, weight, (3, 5), jnp.float32, turned=False)
             return (logits * 0.5).sum()
 
         traced = jax.make_jaxpr(jax.grad(total, argnums=(0, 1)))(x, weight)
         products = [e for e in traced.jaxpr.eqns if e.primitive.name == "dot_general"]
-        assert len(products) == 2
+        assert len(products) == 3
         assert {var.aval.dtype for e in products for var in e.invars} == {jnp.dtype(jnp.bfloat16)}
         gradients = jax.grad(total, argnums=(0, 1))(x, weight)
-        assert [g.dtype for g in gradients] == [jnp.bfloat16] * 2
+        assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32]
         assert [float(g[0, 0]) for g in gradients] == [2.5, 2.0]
+        dtypes = {e.outvars[0].aval.dtype for e in products}
+        assert dtypes == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
+
+    @pytest.mark.parametrize("turned", [False, True])
+    def test_products_and_rows_of_padded_weights(self, turned):
+        """Values and gradients are those of plain arrays, though 13 rows are cut along 12 chips."""
+        mesh = make_mesh(cpu_grid("4x4", failed="2x2@2,2"), "all")
+        cuts, shape = Cuts(mesh), (13, 5)
+        rng = np.random.default_rng(0)
+        table = rng.normal(size=shape).astype(np.float32)
+        x = rng.normal(size=(24, 5 if turned else 13)).astype(np.float32)
+        rows = rng.integers(0, 13, 24)
+
+        def ours(x, weight):
+            y = cuts.product(x, weight, shape, jnp.float32, turned=turned)
+            return jnp.sin(y).sum() + jnp.sin(cuts.look_up(weight, rows, shape, jnp.float32)).sum()
+
+        def plain(x, weight):
+            y = x @ (weight.T if turned else weight)
+            return jnp.sin(y).sum() + jnp.sin(weight[rows]).sum()
+
+        stored = jax.device_put(cuts.pad(table), jax.NamedSharding(mesh, cuts.spec(shape)))
+        value, (of_x, of_weight) = jax.jit(jax.value_and_grad(ours, (0, 1)))(x, stored)
+        want, (want_x, want_weight) = jax.value_and_grad(plain, (0, 1))(x, table)
+        assert of_weight.sharding.spec == cuts.spec(shape)
+        np.testing.assert_allclose(value, want, rtol=1e-5)
+        np.testing.assert_allclose(of_x, want_x, rtol=1e-4, atol=1e-5)
+        whole = jax.device_get(of_weight)
+        np.testing.assert_allclose(whole[:13, :5], want_weight, rtol=1e-4, atol=1e-5)
+        assert not whole[13:].any()
 
     def test_losses_are_cross_entropies_and_z_losses(self):
         logits = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32)
