@@ -50,7 +50,7 @@ class Base(nn.Module):
         """Multiply by a weight, in the compute dtype."""
         shape = (x.shape[-1], size)
         weight = self.weight(name, *shape, stddev=stddev)
-        return self.cuts.product(x, weight, shape, x.dtype, turned=False)
+        return self.cuts.product(x, weight, shape, x.dtype)
 
     def norm(self, name: str, x: jax.Array) -> jax.Array:
         """Divide each vector by its root mean square, in float32."""

@@ -105,7 +105,13 @@ class Cuts:
         return self.unpad(gathering(weight), shape)
 
     def product(
-        self, x: jax.Array, weight: jax.Array, shape: tuple[int, ...], dtype: Any, *, turned: bool
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        shape: tuple[int, ...],
+        dtype: Any,
+        *,
+        turned: bool = False,
     ) -> jax.Array:
         """Multiply `x` by a sharded weight of this shape, or by its transpose if it is `turned`.
 

@@ -92,7 +92,7 @@ class TestSelection:
     @more
     @pytest.mark.slow
     def test_auto_takes_trees_on_thousands_of_chips(self):
-        """A ring waits for 2,046 hops, a tree for 136 rounds of 4.6 us to launch and their adding."""
+        """A ring waits for 2,046 hops, a tree for 136 launches of 4.6 us and what each adds."""
         large = Topology.grid("64x64", failed="2x2@2,2")
         best, *others = select_algorithm(large, 10**6, NETWORKS["v6e"], with_native=True).candidates
         assert (best.algorithm, best.executor) == ("tree", "ppermute")

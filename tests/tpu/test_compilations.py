@@ -221,3 +221,21 @@ def test_a_slice_unknown_to_libtpu():
     )
     assert done.returncode == 2
     assert "ftmesh: 'v99:4x4' is not a TPU slice" in done.stderr
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_language_model_in_bfloat16_adds_gradients_in_float32():
+    """Its audit lists sums in 16 bits. On CPU devices it cannot: XLA makes them 32 bits there."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "examples.llm.compile_step", "v6e:4x4"),
+            *("--failed", "2x2@2,2", "--replica", "2x1", "--set", "dtype=bfloat16"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for axis in ("data", "fsdp"):
+        assert f"along '{axis}' do not: none" in done.stdout
