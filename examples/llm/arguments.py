@@ -13,6 +13,8 @@ from examples.llm.config import PRESETS, Config
 from examples.llm.sharding import EVERY_CHIP
 from ftmesh.errors import ArgumentError
 
+DTYPES = ("dtype", "logits")  # fields that name one
+
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that change what is compiled."""
@@ -41,14 +43,23 @@ def config_from(preset: Config, args: argparse.Namespace) -> Config:
 
 def changed(preset: Config, settings: Iterable[str]) -> Config:
     """Return a preset with fields changed, each as in ``"name=value"``."""
-    changes = dict(setting.partition("=")[::2] for setting in settings)
     values: dict[str, Any] = {}
-    for name, text in changes.items():
-        if not hasattr(preset, name) or name not in {field.name for field in fields(preset)}:
-            raise ArgumentError(f"--set {name}={text}: see --help for the names")
-        kind = jnp.dtype if name in ("dtype", "logits") else type(getattr(preset, name))
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or name not in {field.name for field in fields(preset)}:
+            raise ArgumentError(f"{setting!r} sets no field: give NAME=VALUE, and see --help")
         try:
-            values[name] = text.lower() == "true" if kind is bool else kind(text)
+            values[name] = _parse(text, type(getattr(preset, name)), is_dtype=name in DTYPES)
         except (TypeError, ValueError) as error:
-            raise ArgumentError(f"--set {name}={text}: {error}") from error
+            raise ArgumentError(f"{setting}: {error}") from error
     return replace(preset, **values)
+
+
+def _parse(text: str, kind: Any, *, is_dtype: bool) -> Any:
+    if is_dtype:
+        return jnp.dtype(text)
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError("give true or false")
+        return text.lower() == "true"
+    return kind(text)

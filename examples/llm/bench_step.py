@@ -154,11 +154,15 @@ def variants_of(config: Config, settings: Sequence[str]) -> dict[str, Config]:
 
 def run(args: argparse.Namespace) -> None:
     """Measure and print."""
+    if any(setting.startswith("batch=") for setting in args.set):
+        raise ArgumentError("give the number of rows by --batch")
     config = replace(changed(PRESETS[args.preset], args.set), batch=args.batch)
     variants = variants_of(config, args.variant)
     for variant in variants.values():
         if (variant.batch, variant.length) != (config.batch, config.length):
             raise ArgumentError("variants have other batches: give --batch and --set for all")
+        if args.torch and (variant.dropout or variant.microbatches > 1):
+            raise ArgumentError("PyTorch's model here has no dropout and no microbatches")
     mesh = make_mesh(ftmesh.Topology.from_devices(jax.devices()), "1x1")
     programs, weights = our_programs(config, variants, mesh)
     if args.torch:

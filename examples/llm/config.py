@@ -72,6 +72,11 @@ class Config:
             if getattr(self, name) not in get_args(kind):
                 rule = f"give one of {', '.join(get_args(kind))}"
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}: {rule}")
+        for name in ("dtype", "logits"):
+            if not jnp.issubdtype(getattr(self, name), jnp.floating):
+                raise ArgumentError(
+                    f"{name} is {jnp.dtype(getattr(self, name))}: give float32 or bfloat16"
+                )
         if self.num_heads % self.num_kv_heads:
             raise ArgumentError(
                 f"{self.num_kv_heads} key heads do not divide {self.num_heads} query heads"

@@ -27,7 +27,7 @@ ROWS = P(("data", "fsdp"))  # how a batch is cut
 
 def replicas(topology: ftmesh.Topology, tile: str) -> ftmesh.TiledTopology:
     """Return the replicas of a tile each; "1x1" stands for a chip on any number of axes."""
-    if set(tile) <= {"1", "x"}:
+    if set(tile.split("x")) == {"1"}:
         tile = "x".join("1" * len(topology.shape))
     return ftmesh.TiledTopology.from_topology(topology, tile)
 
@@ -115,28 +115,25 @@ class Cuts:
     ) -> jax.Array:
         """Multiply `x` by a sharded weight of this shape, or by its transpose if it is `turned`.
 
-        The backward pass gathers the weight again. The weight's gradient is summed over all chips
-        in the weight's dtype, though its factors have that of `x`.
+        The weight's gradient is summed over all chips in the weight's dtype, though its factors
+        have that of `x`. The gathered weight is kept for the backward pass: rematerialize the
+        layer to gather it again instead.
         """
         order = "...i,...j->ji" if turned else "...i,...j->ij"
-
-        def whole(x: jax.Array, weight: jax.Array) -> jax.Array:
-            weight = self.gather(weight, shape, x.dtype)
-            return weight.T if turned else weight
-
-        def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
-            return jnp.matmul(x, whole(x, weight), preferred_element_type=dtype)
+        stored = weight.dtype
 
         def forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
-            return multiply(x, weight), (x, weight)
+            whole = self.gather(weight, shape, x.dtype)
+            whole = whole.T if turned else whole
+            return jnp.matmul(x, whole, preferred_element_type=dtype), (x, whole)
 
         def backward(kept: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-            x, weight = kept
+            x, whole = kept
             gradient = gradient.astype(x.dtype)  # times float32, it would be a slow product
-            summed = jnp.einsum(order, x, gradient, preferred_element_type=weight.dtype)
-            return gradient @ whole(x, weight).T, self._cut(summed)
+            summed = jnp.einsum(order, x, gradient, preferred_element_type=stored)
+            return gradient @ whole.T, self._cut(summed)
 
-        multiplying = jax.custom_vjp(multiply)
+        multiplying = jax.custom_vjp(lambda x, weight: forward(x, weight)[0])
         multiplying.defvjp(forward, backward)
         return multiplying(x, weight)
 

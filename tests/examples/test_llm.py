@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,7 +25,7 @@ from examples.llm.config import PRESETS
 from examples.llm.data import Rows, batches, open_rows
 from examples.llm.model import Transformer
 from examples.llm.report import Report
-from examples.llm.sharding import Cuts, make_mesh
+from examples.llm.sharding import Cuts, make_mesh, replicas
 from examples.llm.step import END, make_step, token_losses, unpack
 from ftmesh.command_line import Parser
 from ftmesh.elastic import ElasticGroup
@@ -69,6 +70,21 @@ def test_a_chip_is_a_replica_on_any_number_of_axes(shape, failed, live):
     devices = jax.devices()[: math.prod(map(int, shape.split("x")))]
     topology = ftmesh.Topology.from_devices(devices, shape=shape, failed=failed)
     assert dict(make_mesh(topology, "1x1").shape) == {"data": live, "fsdp": 1}
+
+
+def compiled_fsdp(config):
+    """The compiled step of weights sharded among 16 chips."""
+    step = make_step(config, make_mesh(cpu_grid("4x4"), "all"))
+    rows = jax.ShapeDtypeStruct((config.batch, config.length + 1), jnp.int32)
+    arguments = (rows, jax.ShapeDtypeStruct((config.batch,), bool))
+    arguments = [a.update(sharding=step.cuts.rows) for a in arguments]
+    return step.train.lower(step.types, *arguments, 0).compile()
+
+
+@pytest.mark.parametrize("tile", ["11", "x", "", "1x"])
+def test_tiles_that_only_look_like_a_chip(tile):
+    with pytest.raises(ftmesh.FtmeshError, match="tile|mesh shape"):
+        replicas(cpu_grid("4x4"), tile)
 
 
 class TestLosses:
@@ -154,6 +170,13 @@ class TestCuts:
         assert gradient.shape == (60, 20)
         assert (np.asarray(gradient) == 3 * (np.arange(60) < 48)[:, None]).all()
 
+    @pytest.mark.parametrize(("remat", "times"), [("none", 1), ("dots", 2), ("full", 2)])
+    def test_a_weight_is_gathered_once_for_each_time_it_is_computed(self, remat, times):
+        """Seven weights of a layer, the table for the rows and for the head."""
+        config = replace(SMALL, length=8, batch=16, remat=remat)
+        gathers = re.findall(r" all-gather(?:-start)?\(", compiled_fsdp(config).as_text())
+        assert 7 * times + 2 <= len(gathers) <= 7 * times + 4
+
     @pytest.mark.parametrize("parts", [12, 15, 252])
     def test_optimizers_on_padded_weights(self, parts):
         """Adam with a bound on the norm does the same as without padding, which stays zero."""
@@ -181,15 +204,11 @@ class TestCuts:
     @pytest.mark.parametrize("remat", ["dots", "full"])
     def test_memory_does_not_grow_with_gathered_layers(self, remat):
         """A layer more costs activations and shards, not a whole layer."""
-        sizes, mesh = [], make_mesh(cpu_grid("4x4"), "all")
+        sizes = []
         wide = replace(SMALL, hidden=192, ffn=512, length=8, batch=16, remat=remat)
         for num_layers in (2, 6):
             config = replace(wide, num_layers=num_layers)
-            step = make_step(config, mesh)
-            tokens = jax.ShapeDtypeStruct((16, 9), jnp.int32, sharding=step.cuts.rows)
-            mask = jax.ShapeDtypeStruct((16,), bool, sharding=step.cuts.rows)
-            compiled = step.train.lower(step.types, tokens, mask, 0).compile()
-            sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+            sizes.append(compiled_fsdp(config).memory_analysis().temp_size_in_bytes)
         layer = 4 * (config.num_params - replace(config, num_layers=5).num_params)
         assert (sizes[1] - sizes[0]) / 4 < 0.5 * layer
 
@@ -378,10 +397,20 @@ class TestCommand:
         config = train.config_from(TINY, args)
         assert config == replace(TINY, dtype=jnp.dtype("bfloat16"), tied=True)
 
-    @pytest.mark.parametrize("setting", ["depth=3", "num_layers=three", "num_params=3"])
-    def test_bad_settings(self, setting, capsys):
+    @pytest.mark.parametrize(
+        ("setting", "line"),
+        [
+            ("depth=3", "'depth=3' sets no field: give NAME=VALUE"),
+            ("num_params=3", "'num_params=3' sets no field"),
+            ("unrolled", "'unrolled' sets no field: give NAME=VALUE"),
+            ("unrolled=maybe", "unrolled=maybe: give true or false"),
+            ("num_layers=three", "num_layers=three: invalid literal"),
+            ("logits=int32", "logits is int32: give float32 or bfloat16"),
+        ],
+    )
+    def test_bad_settings(self, setting, line, capsys):
         assert train.main(["--set", setting]) == 2
-        assert f"--set {setting}" in capsys.readouterr().err
+        assert line in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("setting", "line"),
