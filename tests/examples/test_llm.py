@@ -83,7 +83,7 @@ def compiled_fsdp(config):
 
 @pytest.mark.parametrize("tile", ["11", "x", "", "1x"])
 def test_tiles_that_only_look_like_a_chip(tile):
-    with pytest.raises(ftmesh.FtmeshError, match="tile|mesh shape"):
+    with pytest.raises(ftmesh.FtmeshError, match=r"tile|mesh shape"):
         replicas(cpu_grid("4x4"), tile)
 
 
