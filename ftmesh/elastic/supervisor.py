@@ -170,13 +170,15 @@ class Supervisor:
         is_first = pool.known_nodes < pool.num_hosts
         wait = min(self._policy.join_timeout, float("inf") if is_first else REJOIN_SECONDS)
         while len(pool.present) < pool.num_hosts and not self._signals:
-            if time.monotonic() > min(begin + wait, self._deadline):
+            missing = [str(h) for h in range(pool.num_hosts) if h not in pool.present]
+            hosts = f"host{'s' * (len(missing) > 1)} {', '.join(missing)}"
+            if time.monotonic() > self._deadline:
+                return self._give_up(f"--timeout reached: {hosts} did not join", TIMED_OUT)
+            if time.monotonic() > begin + wait:
                 # Fewer than half might train twice: another host may have taken over the run.
                 default = pool.num_hosts if is_first else pool.num_hosts // 2 + 1
                 if len(pool.present) >= (self._policy.min_hosts or default):
                     break
-                missing = [str(h) for h in range(pool.num_hosts) if h not in pool.present]
-                hosts = f"host{'s' * (len(missing) > 1)} {', '.join(missing)}"
                 return self._give_up(f"{hosts} did not join within {wait:g} s", OUT_OF_HOSTS)
             self._end_if_all_leave()
             time.sleep(POLL_SECONDS)

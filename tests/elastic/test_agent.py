@@ -15,6 +15,7 @@ from ftmesh.elastic import agent_pool as pool_module
 from ftmesh.elastic import supervisor as supervisor_module
 from ftmesh.elastic.agent import Agent
 from ftmesh.elastic.agent_pool import AgentPool
+from ftmesh.elastic.local_pod import TIMED_OUT
 from ftmesh.elastic.rpc import connect, free_port
 from ftmesh.elastic.run_log import EventLog
 from ftmesh.elastic.supervisor import Policy, Supervisor
@@ -116,13 +117,14 @@ def test_strangers_are_logged_once():
 class TestGather:
     """What a controller of a run with a record of its hosts does when not all of them come."""
 
-    def status(self, folder, hosts, come, **policy):
+    def status(self, folder, hosts, come, timeout=TIMEOUT, **policy):
         hosts_file(folder, {f"host {host}": host for host in range(hosts)})
         events = EventLog(self.lines.append)
         with AgentPool(hosts, SECRET, folder=folder) as pool:
             supervisor = Supervisor(pool, None, Policy(**policy), events, folder)
             agents = [self.agent(folder, pool, host) for host in come]
-            status = supervisor.run(TIMEOUT)
+            wait_until(lambda: pool.present == come)
+            status = supervisor.run(timeout)
             pool.dismiss(status)
             for thread in agents:
                 thread.join(TIMEOUT)
@@ -150,8 +152,11 @@ class TestGather:
         assert self.status(tmp_path, 4, [0]) == OUT_OF_HOSTS
         assert "gives up: hosts 1, 2, 3 did not join within 0.5 s" in self.lines
 
-    def test_more_than_half_train(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(supervisor_module, "REJOIN_SECONDS", 3)  # in which two of them start
+    def test_the_timeout_names_the_hosts_that_did_not_join(self, tmp_path):
+        assert self.status(tmp_path, 4, [0, 2], timeout=0.1) == TIMED_OUT
+        assert "gives up: --timeout reached: hosts 1, 3 did not join" in self.lines
+
+    def test_more_than_half_train(self, tmp_path):
         assert self.status(tmp_path, 3, [0, 1]) == 0
 
     def test_as_few_as_min_hosts_train(self, tmp_path):

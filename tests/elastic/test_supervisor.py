@@ -77,14 +77,20 @@ class Run:
         self.output[host] += data if stream == 1 else b""
 
     def status(self, timeout=TIMEOUT):
-        """Run it; return its status. It must leave no process behind."""
+        """Run it when all agents are there; return its status. It leaves no process behind."""
         try:
             with self.pool, self.agents:
+                self.wait_for_agents()
                 status = self.supervisor.run(timeout)
         finally:
             self.events.close()
         assert recorded_processes(self.folder) == []
         return status
+
+    def wait_for_agents(self):
+        until = time.monotonic() + TIMEOUT
+        while len(self.pool.present) < self.pool.num_hosts and time.monotonic() < until:
+            time.sleep(0.01)
 
     def events_named(self, name):
         lines = (self.folder / "events.jsonl").read_text().splitlines()

@@ -94,14 +94,14 @@ class TestBenchmark:
         fast = "attend=row unrolled=true"
         variants = ["--variant", "", "--variant", "attention=cudnn", "--variant", fast]
         status, printed = self.measure(capsys, *variants, "--json")
-        found = json.loads(printed.out)
+        result = json.loads(printed.out)
         assert status == 0
-        assert [*found["tokens/s"]] == ["ftmesh", f"ftmesh, {fast}"]
-        assert min(found["tokens/s"].values()) > 0
-        losses = [*found["first loss"].values()]
+        assert [*result["tokens/s"]] == ["ftmesh", f"ftmesh, {fast}"]
+        assert min(result["tokens/s"].values()) > 0
+        losses = [*result["first loss"].values()]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
         assert losses[0] == pytest.approx(np.log(264), rel=0.1)
-        assert found["failed"]["ftmesh, attention=cudnn"].startswith("RuntimeError: cuDNN")
+        assert result["failed"]["ftmesh, attention=cudnn"].startswith("RuntimeError: cuDNN")
 
     def test_lines(self, capsys):
         status, printed = self.measure(capsys, "--variant", "num_layers=2", "--variant", "")
@@ -111,10 +111,18 @@ class TestBenchmark:
         assert works.startswith("  ftmesh: ")
         assert fails.startswith("  ftmesh, num_layers=2: failed: ")
 
-    def test_bad_arguments(self, capsys):
-        status, printed = self.measure(capsys, "--variant", "batch=4")
+    @pytest.mark.parametrize(
+        ("arguments", "line"),
+        [
+            (["--variant", "batch=4"], "variants have other batches: give --batch"),
+            (["--set", "batch=4"], "give the number of rows by --batch"),
+            (["--torch", "--set", "dropout=0.1"], "no dropout and no microbatches"),
+        ],
+    )
+    def test_bad_arguments(self, arguments, line, capsys):
+        status, printed = self.measure(capsys, *arguments)
         assert status == 2
-        assert "variants have other batches: give --batch" in printed.err
+        assert line in printed.err
 
     def test_none_that_works(self, capsys):
         status, printed = self.measure(capsys, "--variant", "attention=cudnn")
