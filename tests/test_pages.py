@@ -6,6 +6,9 @@ import subprocess
 import sys
 from importlib import import_module
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.support.pages import (
@@ -41,6 +44,7 @@ def run_python(page, blocks, tmp_path, monkeypatch):
     scope = {"__name__": page}
     for block in blocks:
         exec(compile(block, page, "exec"), scope)
+    return scope
 
 
 @pytest.mark.parametrize(("page", "blocks"), runnable("python"))
@@ -53,6 +57,27 @@ def test_python_blocks_run(page, blocks, tmp_path, monkeypatch):
 def test_slow_python_blocks_run(page, blocks, tmp_path, monkeypatch):
     if page != "README.md":  # test_wheel.py runs it
         run_python(page, blocks, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_experts_of_a_tile_agree_with_all_on_one_device(tmp_path, monkeypatch):
+    """Those of the page on HSDP, whose tokens are exchanged inside tiles, around a hole."""
+    code = [b.text for b in BLOCKS["hsdp.md"] if b.language == "python" and b.is_run]
+    last = next(i for i, text in enumerate(code) if "def experts" in text)
+    page = run_python("hsdp.md", code[: last + 1], tmp_path, monkeypatch)
+
+    def loss_of(weights, x, y, mask):
+        gates = jax.nn.softmax(x @ weights["router"])
+        chosen = weights["experts"][gates.argmax(-1)]
+        done = jnp.tanh(jnp.einsum("rtd,rtdf->rtf", x, chosen))
+        out = x + done * gates.max(-1, keepdims=True)
+        return (((out - y) ** 2).mean(-1) * mask).sum() / mask.sum()
+
+    weights, batch = jax.device_get((page["weights"], page["batch"]))
+    loss, grads = jax.jit(jax.value_and_grad(loss_of))(weights, *batch)
+    np.testing.assert_allclose(page["loss"], loss, rtol=1e-6)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(page["grads"][name], grad, atol=1e-6 * np.abs(grad).max())
 
 
 def emulating_pages():

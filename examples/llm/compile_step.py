@@ -2,7 +2,8 @@
 
     python -m examples.llm.compile_step v6e:16x16 --failed 2x2@2,2 --preset 1b --replica 2x1
 
-Needs libtpu, the TPU compiler. Prints the memory of a device, and the collectives along each axis.
+Needs libtpu, the TPU compiler. Prints the memory of a device, its cycles besides collectives by the
+compiler's estimates, and the collectives along each axis.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from examples.llm.config import PRESETS, Config
 from examples.llm.sharding import EVERY_CHIP, make_mesh, replicas
 from examples.llm.step import make_step
 from ftmesh.command_line import Parser, run_command
+from ftmesh.execute.hlo_text import program_text
+from ftmesh.tpu.compiled_rounds import compiled_loops, cycles_outside_rounds, total_cycles
 from ftmesh.tpu.compiler import tpu_devices
 from ftmesh.units import format_bytes, format_time
 
@@ -61,6 +64,10 @@ def report(config: Config, args: argparse.Namespace) -> None:
         f"  {format_bytes(state + temporary)} a device: state and batch {format_bytes(state)}, "
         f"temporary {format_bytes(temporary)}"
     )
+    text = program_text(compiled)
+    if (cycles := cycles_outside_rounds(text)) is not None:
+        cycles += total_cycles(compiled_loops(text))
+        print(f"  {cycles.total:,} cycles besides collectives{cycles.unknown_text}")
     is_whole = args.replica == EVERY_CHIP
     ranks = topology if is_whole else replicas(topology, args.replica)
     for axis in mesh.axis_names:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, permutations
 from typing import Any
 
 from ftmesh.cost.executors import (
@@ -138,12 +138,8 @@ class NativeRing:
         used = {self.coords[i] for group in groups for i in group}
         if failed := sorted(used & self.topology.failed):
             return RingVerdict(f"it takes part on failed {noun}s, such as {failed[0]}", ORDER)
-        if kind in EXCHANGES and (self.topology.failed or self.topology.failed_links):
-            operation = instruction.op_name.rpartition("/")[2]
-            advice = EXCHANGE if operation in WRITTEN_EXCHANGES else RESHARDED
-            return RingVerdict(
-                f"it sends between all pairs of {noun}s, also across failed ones", advice
-            )
+        if kind in EXCHANGES:
+            return self._judge_exchange(instruction, groups)
         orders = [RingOrder(self.topology, walk) for walk in {*map(self._walk, groups)}]
         if kind == "collective-permute":
             return self._judge_permutation(orders, num_bytes)
@@ -166,9 +162,24 @@ class NativeRing:
                 return RingVerdict(problem, ROUNDING, seconds)
         return RingVerdict(seconds=seconds)
 
+    def _judge_exchange(self, instruction: Instruction, groups: Sequence[Ids]) -> RingVerdict:
+        """Judge an all-to-all by the routes between all pairs, of which a tile's own need none."""
+        if not (self.topology.failed or self.topology.failed_links):
+            return RingVerdict()
+        for group in {frozenset(map(self.coords.__getitem__, group)) for group in groups}:
+            for pair in permutations(sorted(group), 2):
+                if _crosses(self.topology, *pair):
+                    operation = instruction.op_name.rpartition("/")[2]
+                    return RingVerdict(
+                        f"it sends between all pairs of {self.topology.noun}s, also across failed "
+                        f"ones, as from {pair[0]} to {pair[1]}",
+                        EXCHANGE if operation in WRITTEN_EXCHANGES else RESHARDED,
+                    )
+        return RingVerdict()
+
     def _judge_permutation(self, pairs: Sequence[RingOrder], num_bytes: int) -> RingVerdict:
         steps = [pair for pair in pairs if len(pair.coords) > 1]
-        blocked = [step.steps[0] for step in steps if _crosses(self.topology, step)]
+        blocked = [step.steps[0] for step in steps if _crosses(self.topology, *step.coords)]
         if blocked:
             return RingVerdict(self._blocked(blocked), PERMUTATION)
         hops = [step.hops[0] for step in steps] or [0]
@@ -212,9 +223,9 @@ class NativeRing:
         return self._num_streams * seconds
 
 
-def _crosses(topology: Topology, step: RingOrder) -> bool:
-    """Whether a permutation's route, which goes one way only, crosses a failed chip or link."""
-    route = dimension_order(topology, *step.coords)
+def _crosses(topology: Topology, source: Coord, destination: Coord) -> bool:
+    """Whether the route of what is sent, which goes one way only, crosses a failed chip or link."""
+    route = dimension_order(topology, source, destination)
     return not all(map(topology.is_link, route, route[1:]))
 
 

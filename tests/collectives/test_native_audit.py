@@ -236,9 +236,31 @@ def test_permutations_and_exchanges(topology):
 
     entry = problem_of(topology, mesh, exchange)
     assert entry.advice.startswith("call plan.all_to_all")
-    assert entry.problem == "it sends between all pairs of chips, also across failed ones"
+    assert entry.problem == (
+        "it sends between all pairs of chips, also across failed ones, as from (0, 0) to (1, 3)"
+    )
     whole = Topology.from_devices(topology.all_devices[:12], shape="4x3")
     assert not ftmesh.audit(compiled(ring_mesh(whole), exchange), "data", plan=whole)
+
+
+def test_exchanges_that_cross_no_failed_chip(topology):
+    mesh = ring_mesh(topology)
+    pairs = [[i, i + 1] for i in range(0, 12, 2)]
+
+    def between_neighbours(x):
+        return lax.all_to_all(x, "data", 1, 1, axis_index_groups=pairs, tiled=True)
+
+    (entry,) = ftmesh.audit(compiled(mesh, between_neighbours), "data", plan=topology).native
+    assert entry.kind == "all-to-all"
+
+    tiles = ftmesh.TiledTopology.from_topology(topology, "2x1")
+    mesh = ftmesh.jax_mesh(tiles, ("data", "expert"))
+
+    def inside_a_tile(x):
+        return lax.all_to_all(x, "expert", 1, 1, tiled=True)
+
+    (entry,) = ftmesh.audit(compiled(mesh, inside_a_tile), "expert", plan=tiles).native
+    assert entry.kind == "all-to-all"
 
 
 def test_embeddings_cut_along_their_features_are_exchanged(topology):
