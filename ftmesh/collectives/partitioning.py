@@ -296,9 +296,12 @@ class MeshContext:
 
 def _mesh_of(leaf: Any) -> Any:
     """The mesh of an array, with its devices unless the array is traced."""
-    is_placed = isinstance(getattr(leaf, "sharding", None), NamedSharding)
-    is_traced = isinstance(leaf, jax.core.Tracer)
-    return leaf.sharding.mesh if is_placed and not is_traced else jax.typeof(leaf).sharding.mesh
+    # Asking a traced array for its sharding takes JAX a pass over the program.
+    if not isinstance(leaf, jax.core.Tracer):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    return jax.typeof(leaf).sharding.mesh
 
 
 def _with_devices(mesh: Any, plan: PlanLike, axis_name: AxisName) -> Any:

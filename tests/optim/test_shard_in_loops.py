@@ -1,5 +1,8 @@
 """Sharded optimizers in jit, TrainState, nnx, optax.chain and pmap."""
 
+import cProfile
+import pstats
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -279,3 +282,21 @@ def test_a_mesh_of_another_size(six, twelve):
     optimizer = twelve.shard(optax.sgd(0.1), specs=P(), mesh=six[1])
     with pytest.raises(CollectiveError, match="axis 'data' has 6 devices, but the plan"):
         optimizer.init(WIDE)
+
+
+def test_traced_arrays_are_not_asked_for_their_sharding(twelve):
+    """JAX searches the whole program for its answer, which with 2,000 leaves takes minutes."""
+    params = {f"w{i}": jnp.ones(24) for i in range(4)}
+    optimizer = twelve.shard(optax.sgd(1e-3))
+    state = jax.eval_shape(optimizer.init, params)
+
+    def update(params, state):
+        return optimizer.update(jax.tree.map(jnp.sin, params), state, params)
+
+    def searches(function):
+        with cProfile.Profile() as profile:
+            jax.jit(function).trace(params, state)
+        return [name for _, _, name in pstats.Stats(profile).stats if name == "find_progenitors"]
+
+    assert not searches(update)
+    assert searches(lambda params, state: getattr(params["w0"], "sharding", None) and state)
