@@ -203,9 +203,7 @@ class Supervisor:
         while True:
             hosts = self._good_hosts()
             if len(hosts) < (self._policy.min_hosts or 1):
-                return self._give_up(
-                    f"{len(hosts)} hosts are left that are not excluded", OUT_OF_HOSTS
-                )
+                return self._give_up(f"hosts that are not excluded: {len(hosts)}", OUT_OF_HOSTS)
             before = self._highest_step
             controller, status = self._start(hosts)
             verdict = controller.verdict or Verdict("end", "")

@@ -1,5 +1,6 @@
 """Plans compiled for damaged TPU slices."""
 
+import re
 import subprocess
 import sys
 
@@ -239,3 +240,5 @@ def test_a_language_model_in_bfloat16_adds_gradients_in_float32():
     assert done.returncode == 0, done.stderr
     for axis in ("data", "fsdp"):
         assert f"along '{axis}' do not: none" in done.stdout
+    (cycles,) = re.findall(r"  ([\d,]+) cycles besides collectives", done.stdout)
+    assert 1e5 < int(cycles.replace(",", "")) < 1e8
