@@ -12,6 +12,7 @@ from ftmesh import PlanError, Topology
 from ftmesh.algorithms import registry, row_pair
 from ftmesh.algorithms.registry import ALGORITHMS
 from ftmesh.topology.notation import format_shape
+from tests.support.more import more
 from tests.support.proving import SIDES, all_blocks, check, damaged, even_blocks, slim_blocks
 
 GRIDS = list(product(SIDES, SIDES))
@@ -27,6 +28,7 @@ CASES = [
     for shape in (LINES if algorithm == "chain" else GRIDS)
 ]
 
+MARKS = [], [pytest.mark.slow], [pytest.mark.slow, more]  # by size
 SUPPORTED_BLOCKS = {
     "ring": even_blocks,
     "row_pair": slim_blocks,
@@ -39,7 +41,7 @@ SUPPORTED_BLOCKS = {
 @pytest.mark.parametrize(
     ("algorithm", "shape"),
     [
-        pytest.param(name, shape, marks=[pytest.mark.slow] * (math.prod(shape) >= 60))
+        pytest.param(name, shape, marks=MARKS[(math.prod(shape) >= 60) + (math.prod(shape) >= 90)])
         for name, shape in CASES
     ],
     ids=[f"{name}-{format_shape(shape)}" for name, shape in CASES],

@@ -77,7 +77,7 @@ def random_damages(number, seed):
 
 
 @pytest.mark.parametrize(
-    ("number", "seed"), [(60, 0), pytest.param(300, 1, marks=pytest.mark.slow)]
+    ("number", "seed"), [(40, 0), pytest.param(120, 1, marks=pytest.mark.slow)]
 )
 def test_any_connected_mesh(number, seed):
     ratios = []

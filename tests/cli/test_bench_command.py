@@ -28,6 +28,7 @@ from ftmesh.selftest.timing import (
     time_sums,
 )
 from ftmesh.testing import cpu_grid
+from tests.support.more import more
 
 ROOT = Path(__file__).parent.parent.parent
 QUICK = ["--payloads", "64B", "--repeats", "1"]
@@ -232,6 +233,7 @@ def test_the_mesh_of_real_devices(monkeypatch):
         real_mesh(10_000_000_000)
 
 
+@more
 @pytest.mark.slow
 def test_the_kernel_interpreted():
     plan = ftmesh.plan(cpu_grid("2x1"), "tree", executor="pallas")

@@ -8,7 +8,6 @@ from ftmesh import Topology
 from ftmesh.algorithms import grouped_flood
 from ftmesh.algorithms.building_blocks import mirrored_all_reduce
 from ftmesh.testing import on_one_device
-from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
 
@@ -27,7 +26,8 @@ def test_integer_collectives_are_exact(topology):
     check_collectives(plan)
 
 
-@pytest.mark.parametrize("topology", [MESHES[0], *map(slow, MESHES[1:])], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", MESHES, ids=str)
 def test_floods_in_groups_are_exact(topology):
     """As on thousands of chips: here five shares travel together, and some alone."""
     phases, owner = grouped_flood.build_phases(topology, 5)

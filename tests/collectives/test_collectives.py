@@ -90,7 +90,7 @@ def test_two_runs_give_the_same_bits(twelve):
 @pytest.mark.parametrize(
     ("shape", "block", "algorithm", "ranks"),
     [
-        ("16x32", "4x2@6,14", "row_pair", 504),
+        slow("16x32", "4x2@6,14", "row_pair", 504),
         slow("16x32", "4x2@6,14", "ring", 504),
         pytest.param("32x32", "4x2@14,14", "row_pair", 1016, marks=pytest.mark.slow),
         pytest.param("32x32", "4x2@14,14", "ring", 1016, marks=(pytest.mark.slow, more)),

@@ -20,9 +20,9 @@ from tests.support.losses import (
     EQUAL,
     MICROBATCHES,
     TABLES,
-    WEIGHTS,
     groups,
     make_batch,
+    weights,
 )
 from tests.support.more import more_case
 from tests.support.rejected_losses import REJECTED
@@ -103,7 +103,7 @@ def on_the_native_path(loss, plan, args):
 )
 def test_a_batch_that_the_chips_do_not_divide(table, executor):
     """In float64 but for one loss, so that sums in another order make no difference that counts."""
-    args = WEIGHTS, make_batch(26), jax.random.key(KEY_SEED)
+    args = weights(), make_batch(26), jax.random.key(KEY_SEED)
     loss = partial(total, table)
     result = by_plan(loss, make_plan(executor), args)
     assert not differences(result, expected_of(loss, args))
@@ -115,7 +115,7 @@ def test_a_batch_that_the_chips_do_not_divide(table, executor):
     ids=lambda table: next(iter(table)),
 )
 def test_by_a_schedule_and_on_the_native_path(plan, table):
-    args = WEIGHTS, make_batch(24), jax.random.key(KEY_SEED)
+    args = weights(), make_batch(24), jax.random.key(KEY_SEED)
     loss = partial(total, table)
     expected = expected_of(loss, args)
     assert not differences(by_plan(loss, plan, args), expected)
@@ -129,7 +129,7 @@ def test_rejected_with_the_line(plan, name, size):
     with pytest.raises(ArgumentError, match=r"per_rank=True") as raised:
         jax.eval_shape(
             plan.value_and_grad(loss, replicated=2),
-            WEIGHTS,
+            weights(),
             make_batch(size),
             jax.random.key(KEY_SEED),
         )

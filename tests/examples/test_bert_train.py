@@ -150,7 +150,7 @@ def test_the_moments_match_one_device(tmp_path):
         of_words = cross_entropy(words, batch.targets)[batch.targets >= 0]
         return of_words.mean() + cross_entropy(sentences, batch.is_random).mean()
 
-    grads = jax.grad(loss_of)(init(model, seed=0))
+    grads = jax.jit(jax.grad(loss_of))(init(model, seed=0))
     most = max(float(np.abs(grad).max()) for grad in jax.tree.leaves(grads))
     assert most > 0.01
     for grad, mean, square in zip(*map(jax.tree.leaves, (grads, adam.mu, adam.nu)), strict=True):
@@ -178,6 +178,7 @@ def test_the_log_lacks_nothing_but_accuracy(exact):
     assert keys[-1] == "run_stop"
 
 
+@more
 @pytest.mark.slow
 def test_rows_for_two_sequences_with_one_in_them(exact):
     found = losses("--steps", "2", "--wire-dtype", "float32", "--packed", "2")

@@ -91,6 +91,7 @@ class TestLosses:
             assert audit
             assert all("from tile (1, 0) to (0, 1) crosses" in entry.problem for entry in audit)
 
+    @pytest.mark.slow
     def test_with_dropout_in_parts_on_padded_shards(self):
         """Fifteen chips divide neither 20 rows, nor in two parts, nor a dimension of 48."""
         config = replace(SMALL, dropout=0.2, microbatches=2)
@@ -125,6 +126,7 @@ class TestModel:
         np.testing.assert_array_equal(other[0, :6], logits[0, :6])  # none sees what comes later
         assert abs(other[0, 6:] - logits[0, 6:]).max() > 1e-3
 
+    @pytest.mark.slow
     def test_rows_as_one_document(self):
         """With attend="row", tokens see those before the end of a document as any others."""
         config = replace(SMALL, attend="row")
@@ -279,6 +281,9 @@ class TestCommand:
             report.settle()
 
 
+FAST_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
 @pytest.mark.slow
 def test_hosts_with_different_numbers_of_chips(tmp_path):
     """A host that has lost one of its two chips has fewer rows, some of which are padding."""
@@ -288,7 +293,7 @@ def test_hosts_with_different_numbers_of_chips(tmp_path):
     trainer = (
         f"-m examples.llm.train --steps 3 --set num_layers=1 --set batch=20 --metrics {metrics}"
     )
-    env = {"PYTHONPATH": str(ROOT), "FTMESH_FAILED": "1x1@0,0"}
+    env = {"PYTHONPATH": str(ROOT), "FTMESH_FAILED": "1x1@0,0"} | FAST_COMPILE
     results = run_pod([sys.executable, *trainer.split()], 2, 2, "2x2", env=env, timeout=600)
     assert [result.status for result in results] == [0, 0], results
     losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
@@ -320,7 +325,7 @@ def test_a_lost_host(tmp_path):
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            **FAST_COMPILE,
             "FTMESH_FAULTS": "kill@2:7",
         },
         capture_output=True,

@@ -19,6 +19,7 @@ from ftmesh.optim import NotShardableError
 from ftmesh.optim.communication import Communication
 from ftmesh.optim.evaluate import ShardEvaluator
 from ftmesh.testing import cpu_grid
+from tests.support.slow import slow
 from tests.support.updates import LR_SCHEDULE
 
 pytestmark = pytest.mark.usefixtures("quick_compiler")
@@ -227,9 +228,7 @@ def test_a_planted_fault_is_caught(damaged, monkeypatch, method, fault, name):
         assert_as_optax(transformation_of(name), damaged, name)
 
 
-@pytest.mark.parametrize(
-    "name", ["muon", "MultiSteps", pytest.param("adafactor", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["muon", slow("MultiSteps"), slow("adafactor")])
 def test_gradients_of_ranks_in_shard_map(damaged, name):
     """A rank's own gradients are averaged before, and tensors are gathered from the parts.
 

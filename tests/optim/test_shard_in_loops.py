@@ -140,7 +140,7 @@ def six():
 
 
 @pytest.mark.parametrize(
-    "name", ["adam", slow("lamb"), slow("optax lamb"), "block rms", slow("centred")]
+    "name", ["adam", *map(slow, ["lamb", "optax lamb", "block rms", "centred"])]
 )
 def test_weights_that_are_sharded_along_another_axis(six, name):
     """Norms, means and sizes are those of full tensors; a device keeps a part of its shard."""

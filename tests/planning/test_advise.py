@@ -212,6 +212,7 @@ DAMAGED = Topology.grid("8x8", failed="2x2@2,2")
 FAST = Network(bandwidth=100e9, latency=0.0)
 
 
+@pytest.mark.slow
 def test_replicas_of_each_size():
     """Tiles are cut as square as can be, and lose live chips only where they are cut by damage."""
     options = replica_options(DAMAGED, 4 * 10**9, FAST)

@@ -90,6 +90,7 @@ def test_a_profile_of_all_algorithms(tmp_path):
     assert (profile["shape"], profile["num_processes"]) == ([2, 2], 1)
 
 
+@pytest.mark.slow
 def test_a_hang_is_killed_and_the_rest_goes_on(tmp_path):
     only = f"{RING},right: xla,value"
     status, checks, report = selftest(

@@ -6,6 +6,7 @@ Every loss is called with weights `p`, a batch `b` and a random key `k` that all
 # ruff: noqa: E731, E501
 
 import itertools
+from functools import cache
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -25,7 +26,7 @@ def _normal(*shape):
     return _RNG.normal(size=shape) / 2
 
 
-WEIGHTS = {
+ARRAYS = {
     "w": _normal(WIDTH, WIDTH),
     "v": _normal(WIDTH, CLASSES),
     "u": _normal(WIDTH),
@@ -214,21 +215,32 @@ class Nnx(nnx.Module):
 LINEN, NORMED, DROPPED = Linen(), Linen(norm=True), Linen(rate=0.3)
 _KEY = jax.random.key(1)
 _X, _TOKENS, _IMAGE = np.zeros((2, WIDTH)), np.zeros((2, LENGTH), int), np.zeros((2, 5, 5, 2))
-_GRAPH, _STATE = nnx.split(Nnx(nnx.Rngs(0)))
-WEIGHTS |= {
-    "linen": LINEN.init(_KEY, _X),
-    "normed": NORMED.init(_KEY, _X),
-    "transformer": Transformer().init(_KEY, _TOKENS, _TOKENS),
-    "images": Images().init(_KEY, _IMAGE),
-    "nnx": nnx.to_pure_dict(_STATE),
-}
-WEIGHTS = jax.tree.map(np.float64, WEIGHTS)
+
+
+@cache
+def weights():
+    """All weights, made when they are needed first: that takes seconds."""
+    modules = {
+        "linen": LINEN.init(_KEY, _X),
+        "normed": NORMED.init(_KEY, _X),
+        "transformer": Transformer().init(_KEY, _TOKENS, _TOKENS),
+        "images": Images().init(_KEY, _IMAGE),
+        "nnx": nnx.to_pure_dict(_nnx_parts()[1]),
+    }
+    return jax.tree.map(np.float64, ARRAYS | modules)
+
+
+@cache
+def _nnx_parts():
+    with jax.ensure_compile_time_eval():
+        return nnx.split(Nnx(nnx.Rngs(0)))
 
 
 def nnx_logits(p, b):
-    state = nnx.state(nnx.merge(_GRAPH, _STATE))
+    graph, first = _nnx_parts()
+    state = nnx.state(nnx.merge(graph, first))
     nnx.replace_by_pure_dict(state, p["nnx"])
-    return nnx.merge(_GRAPH, state)(b.x)
+    return nnx.merge(graph, state)(b.x)
 
 
 def cross_entropy(scores, b):
