@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, permutations
+from itertools import groupby
 from typing import Any
 
 from ftmesh.cost.executors import (
@@ -58,7 +58,7 @@ PERMUTATION = (
     "call plan.ppermute, or permute between neighbours on plan.jax_mesh({axis!r}): routes between "
     "others know nothing of failures"
 )
-EXCHANGE = "call plan.all_to_all, which goes around the ring, or exchange along another mesh axis"
+EXCHANGE = "call plan.all_to_all, which goes around the ring, or exchange inside tiles"
 RESHARDED = (
     "the compiler moves an array from one sharding to another here: hold activations to "
     "P({axis!r}) with jax.lax.with_sharding_constraint, and cut embeddings along the vocabulary"
@@ -138,8 +138,13 @@ class NativeRing:
         used = {self.coords[i] for group in groups for i in group}
         if failed := sorted(used & self.topology.failed):
             return RingVerdict(f"it takes part on failed {noun}s, such as {failed[0]}", ORDER)
-        if kind in EXCHANGES:
-            return self._judge_exchange(instruction, groups)
+        is_damaged = self.topology.failed or self.topology.physical.failed_links
+        if kind in EXCHANGES and is_damaged and not self._are_inside_tiles(groups):
+            operation = instruction.op_name.rpartition("/")[2]
+            advice = EXCHANGE if operation in WRITTEN_EXCHANGES else RESHARDED
+            return RingVerdict(
+                f"it sends between all pairs of {noun}s, also across failed ones", advice
+            )
         orders = [RingOrder(self.topology, walk) for walk in {*map(self._walk, groups)}]
         if kind == "collective-permute":
             return self._judge_permutation(orders, num_bytes)
@@ -162,20 +167,13 @@ class NativeRing:
                 return RingVerdict(problem, ROUNDING, seconds)
         return RingVerdict(seconds=seconds)
 
-    def _judge_exchange(self, instruction: Instruction, groups: Sequence[Ids]) -> RingVerdict:
-        """Judge an all-to-all by the routes between all pairs, of which a tile's own need none."""
-        if not (self.topology.failed or self.topology.failed_links):
-            return RingVerdict()
-        for group in {frozenset(map(self.coords.__getitem__, group)) for group in groups}:
-            for pair in permutations(sorted(group), 2):
-                if _crosses(self.topology, *pair):
-                    operation = instruction.op_name.rpartition("/")[2]
-                    return RingVerdict(
-                        f"it sends between all pairs of {self.topology.noun}s, also across failed "
-                        f"ones, as from {pair[0]} to {pair[1]}",
-                        EXCHANGE if operation in WRITTEN_EXCHANGES else RESHARDED,
-                    )
-        return RingVerdict()
+    def _are_inside_tiles(self, groups: Sequence[Ids]) -> bool:
+        """Whether each group is on one tile, between whose chips all links and routes are good."""
+        if not isinstance(self.topology, TiledTopology) or self.topology.physical.failed_links:
+            return False
+        # Routes take the shorter way around an axis that wraps. Sides of tiles divide the axis, so
+        # that way is inside the tile.
+        return all(len({self.coords[i] for i in group}) == 1 for group in groups)
 
     def _judge_permutation(self, pairs: Sequence[RingOrder], num_bytes: int) -> RingVerdict:
         steps = [pair for pair in pairs if len(pair.coords) > 1]

@@ -202,8 +202,8 @@ class Supervisor:
         fruitless = 0  # starts in a row that led to no step
         while True:
             hosts = self._good_hosts()
-            if len(hosts) < (self._policy.min_hosts or 1):
-                return self._give_up(f"hosts that are not excluded: {len(hosts)}", OUT_OF_HOSTS)
+            if len(hosts) < (least := self._policy.min_hosts or 1):
+                return self._give_up(f"hosts left: {len(hosts)}, needed: {least}", OUT_OF_HOSTS)
             before = self._highest_step
             controller, status = self._start(hosts)
             verdict = controller.verdict or Verdict("end", "")
