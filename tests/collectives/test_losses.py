@@ -15,15 +15,8 @@ import ftmesh
 from ftmesh import ArgumentError
 from ftmesh.testing import cpu_grid
 from tests.support import rejected_losses
-from tests.support.losses import (
-    AUX,
-    EQUAL,
-    MICROBATCHES,
-    TABLES,
-    groups,
-    make_batch,
-    weights,
-)
+from tests.support.loss_models import make_batch, weights
+from tests.support.losses import AUX, EQUAL, MICROBATCHES, TABLES, groups
 from tests.support.more import more_case
 from tests.support.rejected_losses import REJECTED
 from tests.support.slow import slow

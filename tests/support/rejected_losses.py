@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from tests.support.losses import EXPERTS, WIDTH, gates, predict, squares
+from tests.support.loss_models import EXPERTS, WIDTH, gates, predict, squares
 
 REJECTED = {
     "contrastive over all pairs": (lambda p, b, k: cross_entropy_of_pairs(b.x @ p["w"], b.x2), "a @ b.T"),
