@@ -1,6 +1,6 @@
 """What the losses of `losses` are made of: weights, a batch, models, and parts of losses."""
 
-# ruff: noqa: E731, E501
+# ruff: noqa: E731
 
 from functools import cache
 from types import SimpleNamespace
