@@ -64,7 +64,7 @@ class AuditEntry:
     op_name: str  # JAX's name of the operation
     advice: str = ""
     problem: str = ""  # found with a plan: in the order of its devices, or in its rounding
-    seconds: float | None = None  # each time it runs, on the plan's network, if in a good order
+    seconds: float | None = None  # each time it runs, if around the ring, on the plan's network
 
     def __str__(self) -> str:
         source = _some(self.sources) or "an unknown line"
@@ -77,6 +77,10 @@ class AuditEntry:
             self.advice,
         ]
         return "\n    ".join(filter(None, lines))
+
+
+def _total_bytes(entries: Sequence[AuditEntry]) -> str:
+    return format_bytes(sum(entry.num_bytes for entry in entries))
 
 
 def _some(sources: Sequence[str]) -> str:
@@ -125,15 +129,20 @@ class Audit:
             lines += [f"  {entry}" for entry in self.entries]
         else:
             lines.append(f"all collectives along {self.axis_name!r} follow the plan")
-        if self.native:
-            verb = "collectives go" if len(self.native) > 1 else "collective goes"
-            num_bytes = sum(entry.num_bytes for entry in self.native)
-            seconds = sum(entry.seconds or 0.0 for entry in self.native)
+        around = [entry for entry in self.native if entry.seconds is not None]
+        inside = [entry for entry in self.native if entry.seconds is None]
+        if around:
+            verb = "collectives go" if len(around) > 1 else "collective goes"
+            seconds = sum(entry.seconds or 0.0 for entry in around)
             lines.append(
-                f"{len(self.native)} {verb} around the ring: {format_bytes(num_bytes)} in "
+                f"{len(around)} {verb} around the ring: {_total_bytes(around)} in "
                 f"{format_time(seconds)} if each runs once, on {self.network}"
             )
-            lines += [f"  {entry}" for entry in self.native]
+            lines += [f"  {entry}" for entry in around]
+        if inside:
+            verb = "collectives stay" if len(inside) > 1 else "collective stays"
+            lines.append(f"{len(inside)} {verb} inside chips or tiles: {_total_bytes(inside)}")
+            lines += [f"  {entry}" for entry in inside]
         if self.whole:
             lines.append(
                 "psum_scatter and all_gather run the whole all-reduce of the plan, twice the data, "

@@ -338,7 +338,8 @@ def _as_varying(leaf: jax.Array, axis_name: AxisName, program: Program) -> jax.A
 
 
 def _no_such_dimension(dimension: int, shape: tuple[int, ...]) -> str:
-    return f"scatter_dimension is {dimension}, and shape {shape} has {len(shape)} dimensions"
+    dimensions = f"{len(shape)} dimension{'s' * (len(shape) != 1)}"
+    return f"scatter_dimension is {dimension}, and shape {shape} has {dimensions}"
 
 
 def _check_divisible(shape: tuple[int, ...], dimension: int, num_ranks: int, tiled: bool) -> None:

@@ -8,10 +8,11 @@ chips.
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby, permutations
 from typing import Any
 
 from ftmesh.cost.executors import (
@@ -59,6 +60,10 @@ PERMUTATION = (
     "others know nothing of failures"
 )
 EXCHANGE = "call plan.all_to_all, which goes around the ring, or exchange inside tiles"
+ON_CHIPS = (
+    "mark a chip at each failed link as failed, so that its tile takes no part; or cut tiles that "
+    "no failed link is in"
+)
 RESHARDED = (
     "the compiler moves an array from one sharding to another here: hold activations to "
     "P({axis!r}) with jax.lax.with_sharding_constraint, and cut embeddings along the vocabulary"
@@ -87,11 +92,14 @@ class NativeRing:
             idle count as live in its topology: they run the program.
         network: The links that costs are computed for.
         coords: The chip, or the tile, of each device.
+        physical: The topology of chips, and `chips` has the one of each device.
     """
 
     best: RingOrder
     network: Network
     coords: tuple[Coord, ...]
+    physical: Topology
+    chips: tuple[Coord, ...]
 
     @staticmethod
     def for_devices(plan: HasTopology | Topology, devices: Sequence[Any]) -> NativeRing:
@@ -102,6 +110,7 @@ class NativeRing:
         """
         ranks = Ranks.from_plan(plan)
         topology = ranks.topology
+        physical = topology.physical.without_devices()
         chip_of = _chips_of_devices(topology)
         if not chip_of:
             raise ArgumentError(
@@ -118,8 +127,10 @@ class NativeRing:
         network = given if isinstance(given, Network) else network_for(topology)
         if ranks.with_idle:
             topology = replace(topology, failed=frozenset())
+            physical = replace(physical, failed=frozenset())
         best = RingOrder(topology, ranks.coords)
-        return NativeRing(best, network, tuple(chip_of[device] for device in devices))
+        coords, chips = zip(*(chip_of[device] for device in devices), strict=True)
+        return NativeRing(best, network, coords, physical, chips)
 
     @property
     def topology(self) -> Topology:
@@ -138,8 +149,14 @@ class NativeRing:
         used = {self.coords[i] for group in groups for i in group}
         if failed := sorted(used & self.topology.failed):
             return RingVerdict(f"it takes part on failed {noun}s, such as {failed[0]}", ORDER)
-        is_damaged = self.topology.failed or self.topology.physical.failed_links
-        if kind in EXCHANGES and is_damaged and not self._are_inside_tiles(groups):
+        if pair := self._blocked_on_chips(kind, groups):
+            a, b = pair
+            return RingVerdict(
+                f"its route from chip {a} to {b} crosses failed chips or links", ON_CHIPS
+            )
+        if all(len({self.coords[i] for i in group}) == 1 for group in groups):  # inside tiles
+            return self._judge_rounding(kind, instruction, groups, computations)
+        if kind in EXCHANGES and (self.topology.failed or self.topology.failed_links):
             operation = instruction.op_name.rpartition("/")[2]
             advice = EXCHANGE if operation in WRITTEN_EXCHANGES else RESHARDED
             return RingVerdict(
@@ -161,19 +178,47 @@ class NativeRing:
             is_by_order = kind not in REDUCTIONS or not sums_over_axes(order)
             if is_by_order and sum(order.hops) > allowed:
                 return RingVerdict(self._long(order.hops), ORDER, seconds)
+        return self._judge_rounding(kind, instruction, groups, computations, seconds)
+
+    def _judge_rounding(
+        self,
+        kind: str,
+        instruction: Instruction,
+        groups: Sequence[Ids],
+        computations: Computations,
+        seconds: float | None = None,
+    ) -> RingVerdict:
+        """Judge the dtype of what is added, of a collective that is good otherwise."""
         if kind in REDUCTIONS:
             num_summands = max(map(len, groups))
             if problem := _rounding_problem(instruction, num_summands, computations):
                 return RingVerdict(problem, ROUNDING, seconds)
         return RingVerdict(seconds=seconds)
 
-    def _are_inside_tiles(self, groups: Sequence[Ids]) -> bool:
-        """Whether each group is on one tile, between whose chips all links and routes are good."""
-        if not isinstance(self.topology, TiledTopology) or self.topology.physical.failed_links:
-            return False
-        # Routes take the shorter way around an axis that wraps. Sides of tiles divide the axis, so
-        # that way is inside the tile.
-        return all(len({self.coords[i] for i in group}) == 1 for group in groups)
+    def _blocked_on_chips(self, kind: str, groups: Sequence[Ids]) -> tuple[Coord, Coord] | None:
+        """Return two chips between which a collective inside tiles crosses a failed link.
+
+        Or one that goes over several positions of tiles. Where no link has failed there are none:
+        sides of tiles divide the axis, so the shorter way around one that wraps is inside a tile.
+        """
+        if not isinstance(self.topology, TiledTopology) or not self.physical.failed_links:
+            return None
+        sides = self.topology.tile
+        for group in groups:
+            chips = tuple(dict.fromkeys(self.chips[i] for i in group))
+            positions = {tuple(map(operator.mod, chip, sides)) for chip in chips}
+            if len(positions) == 1:
+                continue  # straight from tile to tile, whose links are judged as such
+            if kind not in (*EXCHANGES, "collective-permute"):
+                blocked: Iterable[tuple[Coord, Coord]] = RingOrder(self.physical, chips).blocked
+            else:
+                of_links = (link for link in self.physical.failed_links if {*link} <= {*chips})
+                every = chain(of_links, permutations(chips, 2))
+                pairs = [(chips[0], chips[1])] if kind == "collective-permute" else every
+                blocked = (pair for pair in pairs if _crosses(self.physical, *pair))
+            if pair := next(iter(blocked), None):
+                return pair
+        return None
 
     def _judge_permutation(self, pairs: Sequence[RingOrder], num_bytes: int) -> RingVerdict:
         steps = [pair for pair in pairs if len(pair.coords) > 1]
@@ -227,15 +272,22 @@ def _crosses(topology: Topology, source: Coord, destination: Coord) -> bool:
     return not all(map(topology.is_link, route, route[1:]))
 
 
-def _chips_of_devices(topology: Topology) -> dict[Any, Coord]:
-    """The chip of every device, those of failed chips included where the topology has them."""
+def _chips_of_devices(topology: Topology) -> dict[Any, tuple[Coord, Coord]]:
+    """The rank's coordinates and the chip of every device.
+
+    Those of failed chips are included where the topology has them.
+    """
     per_rank = topology.devices_per_chip * topology.num_positions
-    chips: dict[Any, Coord] = {}
+    chips: dict[Any, tuple[Coord, Coord]] = {}
+
+    def add(coords: Sequence[Coord], devices: Sequence[Any]) -> None:
+        own = topology.chips_of(coords) if isinstance(topology, TiledTopology) else coords
+        for i, device in enumerate(devices):
+            chips[device] = coords[i // per_rank], own[i * len(own) // len(devices)]
+
     if len(topology.all_devices) == topology.num_chips * per_rank:
-        for i, coord in enumerate(topology.all_coords()):
-            chips |= dict.fromkeys(topology.all_devices[i * per_rank : (i + 1) * per_rank], coord)
-    for i, device in enumerate(topology.devices):
-        chips[device] = topology.coords[i // per_rank]
+        add(tuple(topology.all_coords()), topology.all_devices)
+    add(topology.coords, topology.devices)
     return chips
 
 

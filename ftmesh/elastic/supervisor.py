@@ -169,8 +169,8 @@ class Supervisor:
         # If an earlier run with this folder had all hosts, those that are missing have failed.
         is_first = pool.known_nodes < pool.num_hosts
         wait = min(self._policy.join_timeout, float("inf") if is_first else REJOIN_SECONDS)
-        while len(pool.present) < pool.num_hosts and not self._signals:
-            missing = [str(h) for h in range(pool.num_hosts) if h not in pool.present]
+        while len(present := pool.present) < pool.num_hosts and not self._signals:
+            missing = [str(h) for h in range(pool.num_hosts) if h not in present]
             hosts = f"host{'s' * (len(missing) > 1)} {', '.join(missing)}"
             if time.monotonic() > self._deadline:
                 return self._give_up(f"--timeout reached: {hosts} did not join", TIMED_OUT)

@@ -147,7 +147,7 @@ def _lines(
         yield f"**The test ended early: {report.reason}.**"
     yield from _problem_lines(report)
     yield from _check_lines(report)
-    yield from _topology_lines(topology)
+    yield from _topology_lines(topology, report.version)
     yield from _hop_lines(report.data("hops"))
     yield from _speed_lines(report.timings, PLOT in names)
     yield ""
@@ -192,7 +192,7 @@ def _check_lines(report: SelfTestReport) -> Iterator[str]:
         yield from (f"- {result.name}: {'; '.join(result.notes)}" for result in missing)
 
 
-def _topology_lines(topology: Mapping[str, Any]) -> Iterator[str]:
+def _topology_lines(topology: Mapping[str, Any], version: str) -> Iterator[str]:
     if not topology:
         return
     axes = "".join("xyz"[i] for i, wraps in enumerate(topology["wrap"]) if wraps)
@@ -208,6 +208,7 @@ def _topology_lines(topology: Mapping[str, Any]) -> Iterator[str]:
         ),
         ("failed chips", format_failed(map(tuple, topology["failed"])) or "none"),
         ("failed links", topology["failed_links"] or "none"),
+        ("ftmesh", version),
         ("JAX, jaxlib", f"{topology['jax_version']}, {topology['jaxlib_version']}"),
         ("libtpu", topology["libtpu_version"] or "not installed"),
         ("driver", topology["platform_version"]),

@@ -241,38 +241,79 @@ def test_permutations_and_exchanges(topology):
     assert not ftmesh.audit(compiled(ring_mesh(whole), exchange), "data", plan=whole)
 
 
-def exchange_inside_tiles(tile, **damage):
-    """What an audit says of an all-to-all inside each tile."""
+def audit_inside_tiles(tile, collective, **damage):
+    """What an audit says of a collective inside each tile."""
     topology = cpu_grid("6x4", **damage)
     tiles = ftmesh.TiledTopology.from_topology(topology, tile)
     mesh = ftmesh.jax_mesh(tiles, ("data", "expert"))
     parts = mesh.shape["expert"]
-
-    def exchange(x):
-        return lax.all_to_all(x, "expert", 1, 1, tiled=True)
-
-    mapped = jax.shard_map(exchange, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+    mapped = jax.shard_map(collective, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
     program = jax.jit(mapped).lower(np.ones((parts, parts), np.float32))
     return ftmesh.audit(program, "expert", plan=tiles)
 
 
+def exchange(x):
+    return lax.all_to_all(x, "expert", 1, 1, tiled=True)
+
+
+def gather(x):
+    return lax.all_gather(x, "expert").mean(0)
+
+
+def total(x):
+    return x + lax.psum(x, "expert")
+
+
+def to_the_last(x):
+    return lax.ppermute(x, "expert", [(0, 1)])
+
+
+INSIDE = (exchange, gather, total, to_the_last)
+
+
+@pytest.mark.parametrize("collective", INSIDE)
 @pytest.mark.parametrize(("tile", "wrap"), [("2x2", False), ("2x4", (False, True))])
-def test_exchanges_inside_tiles(tile, wrap):
-    audit = exchange_inside_tiles(tile, failed="1x1@5,3", wrap=wrap)
+def test_what_stays_inside_tiles_is_good(collective, tile, wrap):
+    audit = audit_inside_tiles(tile, collective, failed="1x1@5,3", wrap=wrap)
     audit.require_none()
-    assert [entry.kind for entry in audit.native] == ["all-to-all"]
+    (entry,) = audit.native
+    assert entry.seconds is None
+    assert f"1 collective stays inside chips or tiles: {entry.num_bytes} B" in str(audit)
 
 
+@pytest.mark.parametrize("collective", INSIDE)
 @pytest.mark.parametrize(
-    ("tile", "damage"),
-    [
-        ("2x2", {"failed": "1x1@5,3", "failed_links": "0,0-1,0"}),  # inside a live tile
-        ("3x4", {"failed_links": "3,0-4,0"}),
-    ],
+    ("tile", "failed"),
+    [("2x2", "1x1@5,3"), ("3x4", "")],  # a link inside a live tile
 )
-def test_exchanges_inside_tiles_that_may_cross_damage(tile, damage):
-    (entry,) = exchange_inside_tiles(tile, **damage)
-    assert entry.problem == "it sends between all pairs of tiles, also across failed ones"
+def test_what_crosses_a_failed_link_inside_a_tile(collective, tile, failed):
+    damage = {"failed": failed, "failed_links": "0,0-1,0"}
+    (entry,) = audit_inside_tiles(tile, collective, **damage)
+    assert entry.problem.startswith("its route from chip (")
+    assert entry.problem.endswith("crosses failed chips or links")
+    assert entry.advice.startswith("mark a chip at each failed link as failed")
+
+
+@pytest.mark.parametrize("collective", INSIDE[:3])
+def test_a_failed_link_between_tiles_is_none_inside_them(collective):
+    audit_inside_tiles("3x4", collective, failed_links="2,0-3,0").require_none()
+
+
+def test_a_failed_link_that_no_route_between_tiles_takes():
+    """Tiles span the axis of the link; between them routes go along the other axis."""
+    tiles = ftmesh.TiledTopology.from_topology(cpu_grid("4x4", failed_links="0,0-1,0"), "4x1")
+    plan, mesh = ftmesh.plan(tiles), ftmesh.jax_mesh(tiles, ("data", "model"))
+
+    def mapped(collective):
+        rows = P("data", "model")
+        program = jax.shard_map(collective, mesh=mesh, in_specs=rows, out_specs=rows)
+        return ftmesh.audit(
+            jax.jit(program).lower(np.ones((16, 16), np.float32)), "data", plan=plan
+        )
+
+    mapped(lambda x: plan.all_to_all(x, "data", 1, 1, tiled=True)).require_none()
+    (entry,) = mapped(lambda x: x + lax.psum(x, ("data", "model")))
+    assert entry.problem.endswith("crosses failed chips or links")
 
 
 def test_embeddings_cut_along_their_features_are_exchanged(topology):
