@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, groupby, permutations
 from typing import Any
 
@@ -60,7 +61,9 @@ PERMUTATION = (
     "others know nothing of failures"
 )
 EXCHANGE = "call plan.all_to_all, which goes around the ring, or exchange inside tiles"
-ON_CHIPS = (
+OVER_AXES = "it goes over all axes, also over failed links"
+BY_AXES = "run it along {axis!r}, and then inside tiles"
+INSIDE = (
     "mark a chip at each failed link as failed, so that its tile takes no part; or cut tiles that "
     "no failed link is in"
 )
@@ -149,25 +152,24 @@ class NativeRing:
         used = {self.coords[i] for group in groups for i in group}
         if failed := sorted(used & self.topology.failed):
             return RingVerdict(f"it takes part on failed {noun}s, such as {failed[0]}", ORDER)
-        if pair := self._blocked_on_chips(kind, groups):
-            a, b = pair
-            return RingVerdict(
-                f"its route from chip {a} to {b} crosses failed chips or links", ON_CHIPS
-            )
-        if all(len({self.coords[i] for i in group}) == 1 for group in groups):  # inside tiles
-            return self._judge_rounding(kind, instruction, groups, computations)
-        if kind in EXCHANGES and (self.topology.failed or self.topology.failed_links):
+        is_inside = all(len({self.coords[i] for i in group}) == 1 for group in groups)
+        is_damaged = self.topology.failed or self.topology.failed_links
+        if kind in EXCHANGES and is_damaged and not is_inside:
             operation = instruction.op_name.rpartition("/")[2]
             advice = EXCHANGE if operation in WRITTEN_EXCHANGES else RESHARDED
             return RingVerdict(
                 f"it sends between all pairs of {noun}s, also across failed ones", advice
             )
+        if verdict := self._judge_on_chips(kind, groups):
+            return verdict
+        if is_inside:
+            return self._judge_rounding(kind, instruction, groups, computations)
         orders = [RingOrder(self.topology, walk) for walk in {*map(self._walk, groups)}]
         if kind == "collective-permute":
             return self._judge_permutation(orders, num_bytes)
         for order in orders:
             if kind in REDUCTIONS and sums_over_axes(order) and native_obstacle(order):
-                return RingVerdict("it goes over all axes, also over failed links", OVER_LINKS)
+                return RingVerdict(OVER_AXES, OVER_LINKS)
             if order.blocked:
                 advice = NO_RING if self.best.blocked else ORDER
                 return RingVerdict(self._blocked(order.blocked), advice)
@@ -195,29 +197,31 @@ class NativeRing:
                 return RingVerdict(problem, ROUNDING, seconds)
         return RingVerdict(seconds=seconds)
 
-    def _blocked_on_chips(self, kind: str, groups: Sequence[Ids]) -> tuple[Coord, Coord] | None:
-        """Return two chips between which a collective inside tiles crosses a failed link.
+    def _judge_on_chips(self, kind: str, groups: Sequence[Ids]) -> RingVerdict | None:
+        """Judge a collective inside tiles, or over several positions of them, by its chips.
 
-        Or one that goes over several positions of tiles. Where no link has failed there are none:
-        sides of tiles divide the axis, so the shorter way around one that wraps is inside a tile.
+        None if nothing is wrong with its routes, or if it goes straight from tile to tile. Inside a
+        tile none crosses a failed chip: its sides divide the axis, so the shorter way around one
+        that wraps is inside the tile.
         """
-        if not isinstance(self.topology, TiledTopology) or not self.physical.failed_links:
+        if not isinstance(self.topology, TiledTopology):
             return None
-        sides = self.topology.tile
         for group in groups:
-            chips = tuple(dict.fromkeys(self.chips[i] for i in group))
-            positions = {tuple(map(operator.mod, chip, sides)) for chip in chips}
-            if len(positions) == 1:
-                continue  # straight from tile to tile, whose links are judged as such
-            if kind not in (*EXCHANGES, "collective-permute"):
-                blocked: Iterable[tuple[Coord, Coord]] = RingOrder(self.physical, chips).blocked
-            else:
-                of_links = (link for link in self.physical.failed_links if {*link} <= {*chips})
-                every = chain(of_links, permutations(chips, 2))
-                pairs = [(chips[0], chips[1])] if kind == "collective-permute" else every
-                blocked = (pair for pair in pairs if _crosses(self.physical, *pair))
-            if pair := next(iter(blocked), None):
-                return pair
+            is_inside = len({self.coords[i] for i in group}) == 1
+            walk = _walk([self.chips[i] for i in group])
+            positions = {tuple(map(operator.mod, chip, self.topology.tile)) for chip in walk}
+            if len(positions) == 1 or (is_inside and not self.physical.failed_links):
+                continue
+            order = RingOrder(self.physical, walk)
+            if kind in REDUCTIONS and sums_over_axes(order):
+                if native_obstacle(order):
+                    return RingVerdict(OVER_AXES, OVER_LINKS)
+            elif pair := _first_blocked(order, kind):
+                between = PERMUTATION if kind == "collective-permute" else BY_AXES
+                route = f"its route from chip {pair[0]} to {pair[1]}"
+                return RingVerdict(
+                    f"{route} crosses failed chips or links", INSIDE if is_inside else between
+                )
         return None
 
     def _judge_permutation(self, pairs: Sequence[RingOrder], num_bytes: int) -> RingVerdict:
@@ -237,9 +241,7 @@ class NativeRing:
         return RingVerdict(seconds=seconds)
 
     def _walk(self, group: Ids) -> tuple[Coord, ...]:
-        """The chips of a group in its order; devices side by side on a chip count once."""
-        walk = [coord for coord, _ in groupby(self.coords[i] for i in group)]
-        return tuple(walk[:-1] if len(walk) > 1 and walk[0] == walk[-1] else walk)
+        return _walk([self.coords[i] for i in group])
 
     def _blocked(self, steps: Sequence[tuple[Coord, Coord]]) -> str:
         (a, b), *others = sorted(steps)
@@ -264,6 +266,25 @@ class NativeRing:
         operation = _OPERATIONS.get(kind, "all_gather")
         seconds = native_ring_seconds(order, num_bytes, self.network, operation)
         return self._num_streams * seconds
+
+
+def _walk(coords: Sequence[Coord]) -> tuple[Coord, ...]:
+    """The chips of devices in their order; devices side by side on a chip count once."""
+    walk = [coord for coord, _ in groupby(coords)]
+    return tuple(walk[:-1] if len(walk) > 1 and walk[0] == walk[-1] else walk)
+
+
+@lru_cache(maxsize=4096)
+def _first_blocked(order: RingOrder, kind: str) -> tuple[Coord, Coord] | None:
+    """Two chips between which a collective crosses a failure, if there are any."""
+    topology, chips = order.topology, dict.fromkeys(order.coords)
+    if kind not in (*EXCHANGES, "collective-permute"):
+        return next(iter(order.blocked), None)
+    pairs: Iterable[tuple[Coord, Coord]] = order.steps[:1]
+    if kind in EXCHANGES:  # those at a failed link are found at once
+        of_links = (link for link in topology.failed_links if {*link} <= chips.keys())
+        pairs = chain(of_links, permutations(chips, 2))
+    return next((pair for pair in pairs if _crosses(topology, *pair)), None)
 
 
 def _crosses(topology: Topology, source: Coord, destination: Coord) -> bool:

@@ -299,21 +299,57 @@ def test_a_failed_link_between_tiles_is_none_inside_them(collective):
     audit_inside_tiles("3x4", collective, failed_links="2,0-3,0").require_none()
 
 
+def audit_on_tiles(topology, tile, collective, plan=None):
+    """What an audit says of a collective over tiles, "data", or over their chips too, "model"."""
+    tiles = ftmesh.TiledTopology.from_topology(topology, tile)
+    mesh, rows = ftmesh.jax_mesh(tiles, ("data", "model")), P("data", "model")
+    mapped = jax.shard_map(collective, mesh=mesh, in_specs=rows, out_specs=rows)
+    program = jax.jit(mapped).lower(np.ones((mesh.shape["data"] ** 2, mesh.size), np.float32))
+    return ftmesh.audit(program, "data", plan=plan or tiles)
+
+
+def over_both_axes(x):
+    return x + lax.psum(x, ("data", "model"))
+
+
 def test_a_failed_link_that_no_route_between_tiles_takes():
     """Tiles span the axis of the link; between them routes go along the other axis."""
-    tiles = ftmesh.TiledTopology.from_topology(cpu_grid("4x4", failed_links="0,0-1,0"), "4x1")
-    plan, mesh = ftmesh.plan(tiles), ftmesh.jax_mesh(tiles, ("data", "model"))
+    topology = cpu_grid("4x4", failed_links="0,0-1,0")
+    plan = ftmesh.plan(ftmesh.TiledTopology.from_topology(topology, "4x1"))
 
-    def mapped(collective):
-        rows = P("data", "model")
-        program = jax.shard_map(collective, mesh=mesh, in_specs=rows, out_specs=rows)
-        return ftmesh.audit(
-            jax.jit(program).lower(np.ones((16, 16), np.float32)), "data", plan=plan
-        )
+    def swap(x):
+        return plan.all_to_all(x, "data", 0, 0, tiled=True)
 
-    mapped(lambda x: plan.all_to_all(x, "data", 1, 1, tiled=True)).require_none()
-    (entry,) = mapped(lambda x: x + lax.psum(x, ("data", "model")))
-    assert entry.problem.endswith("crosses failed chips or links")
+    audit_on_tiles(topology, "4x1", swap, plan).require_none()
+    audit_on_tiles(topology, "4x1", lambda x: x + lax.psum(x, "data")).require_none()
+
+
+def test_sums_of_all_chips_of_tiles_go_over_failed_links():
+    """XLA sums over a whole slice along its axes, whatever the tiles."""
+    topology = cpu_grid("6x4", failed_links="2,1-2,2")
+    (entry,) = audit_on_tiles(topology, "2x2", over_both_axes)
+    assert entry.problem == "it goes over all axes, also over failed links"
+    audit_on_tiles(cpu_grid("6x4"), "2x2", over_both_axes).require_none()
+    with_link = cpu_grid("4x4", failed_links="1,1-1,2")
+    tiles = ftmesh.TiledTopology.from_topology(with_link, "4x4")
+    mesh = ftmesh.jax_mesh(tiles, ("data", "model"))
+    run = jax.shard_map(
+        lambda x: x + lax.psum(x, "model"), mesh=mesh, in_specs=P("model"), out_specs=P("model")
+    )
+    (entry,) = ftmesh.audit(jax.jit(run).lower(np.ones(16, np.float32)), "model", plan=tiles)
+    assert entry.problem == "it goes over all axes, also over failed links"
+
+
+def test_routes_between_positions_of_tiles_that_cross_a_failed_chip():
+    """Of three tiles around a wrapped axis, where the middle one has failed."""
+    topology = cpu_grid("6x2", wrap=(True, False), failed="1x1@2,1")
+
+    def across(x):  # from the last chip of a tile to the first of another
+        return lax.ppermute(x, ("data", "model"), [(3, 6)])
+
+    (entry,) = audit_on_tiles(topology, "2x2", across)
+    assert entry.problem == ("its route from chip (1, 1) to (4, 1) crosses failed chips or links")
+    assert entry.advice.startswith("call plan.ppermute")
 
 
 def test_embeddings_cut_along_their_features_are_exchanged(topology):
