@@ -160,10 +160,21 @@ class NativeRing:
             return RingVerdict(
                 f"it sends between all pairs of {noun}s, also across failed ones", advice
             )
-        if verdict := self._judge_on_chips(kind, groups):
-            return verdict
         if is_inside:
-            return self._judge_rounding(kind, instruction, groups, computations)
+            verdict = self._judge_rounding(kind, instruction, groups, computations)
+        else:
+            verdict = self._judge_on_ring(kind, instruction, groups, num_bytes, computations)
+        return verdict if verdict.problem else self._judge_on_chips(kind, groups) or verdict
+
+    def _judge_on_ring(
+        self,
+        kind: str,
+        instruction: Instruction,
+        groups: Sequence[Ids],
+        num_bytes: int,
+        computations: Computations,
+    ) -> RingVerdict:
+        """Judge a collective by the steps of its rings, from each rank to the next."""
         orders = [RingOrder(self.topology, walk) for walk in {*map(self._walk, groups)}]
         if kind == "collective-permute":
             return self._judge_permutation(orders, num_bytes)
