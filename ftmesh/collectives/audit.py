@@ -20,7 +20,7 @@ import numpy as np
 
 from ftmesh.collectives.exchange import XLA_SCOPE
 from ftmesh.collectives.reduce_scatter import WHOLE_ALL_REDUCE
-from ftmesh.collectives.ring_audit import NativeRing, RingVerdict
+from ftmesh.collectives.ring_audit import CompiledCollective, NativeRing, RingVerdict
 from ftmesh.cost.links import Network
 from ftmesh.errors import ArgumentError, CollectiveError
 from ftmesh.execute import _compat
@@ -238,7 +238,9 @@ def audit(
             if ring is None:
                 verdict = RingVerdict(advice=_advice_for(kind, name, frames[0]))
             else:
-                verdict = ring.judge(kind, instruction, groups, num_bytes, bodies)
+                verdict = ring.judge(
+                    CompiledCollective(kind, instruction, groups, num_bytes, bodies)
+                )
             advice = verdict.advice.format(axis=axis_name)
             entry = AuditEntry(
                 kind, num_bytes, axes, sources, name, advice, verdict.problem, verdict.seconds

@@ -77,6 +77,17 @@ ROUNDING = (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class CompiledCollective:
+    """A collective of a compiled program; `groups` index the devices of its mesh."""
+
+    kind: str  # the HLO operation, such as "all-reduce"
+    instruction: Instruction
+    groups: Sequence[Ids]
+    num_bytes: int
+    computations: Computations
+
+
 @dataclass(frozen=True)
 class RingVerdict:
     """What is wrong with a collective, what to do, and its cost; good if `problem` is empty."""
@@ -139,42 +150,27 @@ class NativeRing:
     def topology(self) -> Topology:
         return self.best.topology
 
-    def judge(
-        self,
-        kind: str,
-        instruction: Instruction,
-        groups: Sequence[Ids],
-        num_bytes: int,
-        computations: Computations,
-    ) -> RingVerdict:
-        """Judge one collective of a compiled program; `groups` index the devices of the mesh."""
-        noun = self.topology.noun
+    def judge(self, collective: CompiledCollective) -> RingVerdict:
+        """Judge one collective, on the devices of this mesh."""
+        kind, groups, noun = collective.kind, collective.groups, self.topology.noun
         used = {self.coords[i] for group in groups for i in group}
         if failed := sorted(used & self.topology.failed):
             return RingVerdict(f"it takes part on failed {noun}s, such as {failed[0]}", ORDER)
         is_inside = all(len({self.coords[i] for i in group}) == 1 for group in groups)
         is_damaged = self.topology.failed or self.topology.failed_links
         if kind in EXCHANGES and is_damaged and not is_inside:
-            operation = instruction.op_name.rpartition("/")[2]
+            operation = collective.instruction.op_name.rpartition("/")[2]
             advice = EXCHANGE if operation in WRITTEN_EXCHANGES else RESHARDED
             return RingVerdict(
                 f"it sends between all pairs of {noun}s, also across failed ones", advice
             )
-        if is_inside:
-            verdict = self._judge_rounding(kind, instruction, groups, computations)
-        else:
-            verdict = self._judge_on_ring(kind, instruction, groups, num_bytes, computations)
+        judge = _judge_rounding if is_inside else self._judge_on_ring
+        verdict = judge(collective)
         return verdict if verdict.problem else self._judge_on_chips(kind, groups) or verdict
 
-    def _judge_on_ring(
-        self,
-        kind: str,
-        instruction: Instruction,
-        groups: Sequence[Ids],
-        num_bytes: int,
-        computations: Computations,
-    ) -> RingVerdict:
+    def _judge_on_ring(self, collective: CompiledCollective) -> RingVerdict:
         """Judge a collective by the steps of its rings, from each rank to the next."""
+        kind, groups, num_bytes = collective.kind, collective.groups, collective.num_bytes
         orders = [RingOrder(self.topology, walk) for walk in {*map(self._walk, groups)}]
         if kind == "collective-permute":
             return self._judge_permutation(orders, num_bytes)
@@ -191,22 +187,7 @@ class NativeRing:
             is_by_order = kind not in REDUCTIONS or not sums_over_axes(order)
             if is_by_order and sum(order.hops) > allowed:
                 return RingVerdict(self._long(order.hops), ORDER, seconds)
-        return self._judge_rounding(kind, instruction, groups, computations, seconds)
-
-    def _judge_rounding(
-        self,
-        kind: str,
-        instruction: Instruction,
-        groups: Sequence[Ids],
-        computations: Computations,
-        seconds: float | None = None,
-    ) -> RingVerdict:
-        """Judge the dtype of what is added, of a collective that is good otherwise."""
-        if kind in REDUCTIONS:
-            num_summands = max(map(len, groups))
-            if problem := _rounding_problem(instruction, num_summands, computations):
-                return RingVerdict(problem, ROUNDING, seconds)
-        return RingVerdict(seconds=seconds)
+        return _judge_rounding(collective, seconds)
 
     def _judge_on_chips(self, kind: str, groups: Sequence[Ids]) -> RingVerdict | None:
         """Judge a collective inside tiles, or over several positions of them, by its chips.
@@ -321,6 +302,16 @@ def _chips_of_devices(topology: Topology) -> dict[Any, tuple[Coord, Coord]]:
         add(tuple(topology.all_coords()), topology.all_devices)
     add(topology.coords, topology.devices)
     return chips
+
+
+def _judge_rounding(collective: CompiledCollective, seconds: float | None = None) -> RingVerdict:
+    """Judge the dtype of what is added, of a collective that is good otherwise."""
+    if collective.kind in REDUCTIONS:
+        num_summands = max(map(len, collective.groups))
+        problem = _rounding_problem(collective.instruction, num_summands, collective.computations)
+        if problem:
+            return RingVerdict(problem, ROUNDING, seconds)
+    return RingVerdict(seconds=seconds)
 
 
 def _rounding_problem(
